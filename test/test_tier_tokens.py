@@ -19,6 +19,7 @@ from support.tiny_models import VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.args.tier_args import WRITE_POLICIES, WritePolicy
+from sgl_pipeline.kv_store.object_files import ObjectFiles
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 
 pytestmark = pytest.mark.slow
@@ -93,6 +94,33 @@ def test_a_restart_at_any_depth_loads_what_another_split_has_saved(
     assert_loaded(second)
 
 
+@pytest.mark.parametrize("layer_counts", SPLITS, ids=str)
+def test_stages_find_their_layers_in_files_of_any_other_split(
+    servers: Servers, folder: Path, layer_counts: tuple[int, ...]
+) -> None:
+    servers.start(layer_counts).serve(conversations())
+    records = [*folder.glob("records/*/*")]
+    assert len([*folder.glob("*.bin")]) == len(layer_counts) * len(records) > 0
+    for others in SPLITS:
+        server = servers.start(others)
+        assert server.serve(conversations()) == without_store(0)
+        assert_loaded(server)
+        assert server.tier.counts.num_broken_pages == 0
+
+
+def test_files_of_one_layer_each_are_read_as_before(
+    servers: Servers, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectFiles, "groups_layers", False)
+        servers.start((2, 4)).serve(conversations())
+    assert [*folder.glob("*_L5-6_H0.bin")]
+    server = servers.start((1, 5))
+    assert server.serve(conversations(turn=1)) == without_store(1)
+    assert_loaded(server)
+    assert [*folder.glob("*_L1-6_H0.bin")]
+
+
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
 def test_conversations_outlive_a_pool_that_holds_two_of_them(
     servers: Servers, write_policy: WritePolicy
@@ -161,7 +189,7 @@ def test_damaged_objects_are_noticed_computed_and_saved_again(
     servers: Servers, folder: Path, damage: str
 ) -> None:
     servers.start((6,)).serve(conversations())
-    objects = sorted(folder.glob("*_L3-4_H0.bin"))
+    objects = sorted(folder.glob("*_L0-6_H0.bin"))
     for path in objects[::5]:
         DAMAGE[damage](path)
     server = servers.start()

@@ -34,11 +34,16 @@ def write_all(file: int, buffers: Sequence[Buffer]) -> None:
     """Writes all bytes to a descriptor, however many the kernel takes at a time."""
     left = [memoryview(buffer).cast("B") for buffer in buffers]
     while left:
-        written = os.writev(file, left)
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left:
-            left[0] = left[0][written:]
+        left = behind(left, os.writev(file, left))
+
+
+def behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """The part of consecutive buffers that follows their first `num_bytes`."""
+    for index, buffer in enumerate(buffers):
+        if num_bytes < len(buffer):
+            return [buffer[num_bytes:], *buffers[index + 1 :]]
+        num_bytes -= len(buffer)
+    return []
 
 
 def remove_file(path: str) -> bool:

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgl_pipeline.kv_store.atomic_files import remove_file
-from sgl_pipeline.kv_store.folder_bounds import FolderBounds, StoreBounds, remove_objects
+from sgl_pipeline.kv_store.folder_bounds import FolderBounds, StoreBounds
+from sgl_pipeline.kv_store.object_files import remove_objects
 from sgl_pipeline.kv_store.object_names import OBJECT_NAME, RECORD_NAME
 from sgl_pipeline.kv_store.page_records import RecordFiles
 from sgl_pipeline.kv_store.page_store import StoreCounts
@@ -26,7 +27,6 @@ class FileStore:
     ) -> None:
         self._folder = folder
         self._digest = digest
-        self._num_layers = num_layers
         self._records = RecordFiles(folder, digest, num_layers, clock)
         self._bounds = FolderBounds(folder, bounds or StoreBounds(), clock)
 
@@ -39,8 +39,9 @@ class FileStore:
             self._bounds.add(record)
 
     def drop(self, page_hash: bytes) -> None:
-        self._records.delete(page_hash)
-        remove_objects(self._folder, page_hash, self._digest, self._num_layers)
+        record = self._records.take(page_hash)
+        if record is not None:
+            remove_objects(self._folder, page_hash, self._digest, record.objects)
 
     def clear(self) -> int:
         records = self._folder.records_of(self._digest)

@@ -2,27 +2,30 @@
 
 Pages of all digests count, since no server asks any more for those of earlier weights. Several
 servers may use one folder: each scans it now and then, and files that vanish meanwhile do no harm.
-Files with other names than ours are never touched.
+Where they split layers in other ways, a page's newer record names other objects than the one before
+it, whose objects are then leftovers. Files with other names than ours are never touched.
 """
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sgl_pipeline.kv_store.atomic_files import DRAFT_NAME, remove_file
 from sgl_pipeline.kv_store.disk_guard import MIN_FREE_BYTES
-from sgl_pipeline.kv_store.object_names import DIGEST_NAME, OBJECT_NAME, RECORD_NAME, object_name
-from sgl_pipeline.kv_store.page_records import MAX_RECORD_BYTES, decode_record
+from sgl_pipeline.kv_store.object_files import remove_objects
+from sgl_pipeline.kv_store.object_names import DIGEST_NAME, OBJECT_NAME, RECORD_NAME
+from sgl_pipeline.kv_store.page_records import read_record
 from sgl_pipeline.kv_store.store_folder import StoreFolder
 from sgl_pipeline.page_record import PageRecord
 
 FREE_SHARE = 0.8
 MAX_FILES = 1_000_000
-# Objects without a record, and drafts, may belong to a save under way until they are so old.
+# Objects that no record names, and drafts, may belong to a save or a load under way until they are
+# so old.
 ORPHAN_S = 600.0
 RESCAN_S = 600.0
 # Between scans while the folder cannot be brought within its bounds.
@@ -45,7 +48,11 @@ class _Page(NamedTuple):
     digest: str
     hash_hex: str
     num_bytes: int
-    num_files: int
+    objects: tuple[range, ...]  # the layers of each
+
+    @property
+    def num_files(self) -> int:
+        return len(self.objects) + 1
 
 
 class FolderBounds:
@@ -71,7 +78,7 @@ class FolderBounds:
     def add(self, record: PageRecord) -> None:
         """Counts a page that was committed."""
         self.held_bytes += sum(record.sizes)
-        self.held_files += len(record.sizes) + 1
+        self.held_files += len(record.objects) + 1
         self._next_scan_when_over_s = float("-inf")
 
     def rescan(self) -> None:
@@ -133,7 +140,9 @@ class FolderBounds:
         if self._max_bytes is None:
             room_bytes = self._folder.free_bytes() + self.held_bytes
             self._max_bytes = int(FREE_SHARE * room_bytes)
-        yield from self._remove_leftovers({(page.digest, page.hash_hex) for page in pages})
+        yield from self._remove_leftovers(
+            {(page.digest, page.hash_hex): page.objects for page in pages}
+        )
         self._end_scan(deque(pages))
 
     def _pages(self) -> Iterator[_Page | None]:
@@ -154,15 +163,22 @@ class FolderBounds:
             return None
         try:
             used_ns = entry.stat().st_mtime_ns
-            record = _read_record(entry.path, digest, entry.name)
+            record = read_record(entry.path, digest, bytes.fromhex(entry.name))
         except FileNotFoundError:
             return None
         if record is None:
             remove_file(entry.path)
             return None
-        return _Page(used_ns, digest, entry.name, sum(record.sizes), len(record.sizes) + 1)
+        return _Page(used_ns, digest, entry.name, sum(record.sizes), record.objects)
 
-    def _remove_leftovers(self, known: set[tuple[str, str]]) -> Iterator[None]:
+    def _remove_leftovers(
+        self, known: Mapping[tuple[str, str], tuple[range, ...]]
+    ) -> Iterator[None]:
+        """Removes what is old and is a draft, or an object that no record names.
+
+        Args:
+            known: the objects of pages, by digest and hash.
+        """
         with os.scandir(self._folder.path) as entries:
             for index, entry in enumerate(entries):
                 if self._is_leftover(entry.name, known):
@@ -170,14 +186,24 @@ class FolderBounds:
                 if index % SLICE_FILES == 0:
                     yield
 
-    def _is_leftover(self, name: str, known: set[tuple[str, str]]) -> bool:
-        """True if it is a draft, or an object of a page without a record."""
+    def _is_leftover(self, name: str, known: Mapping[tuple[str, str], tuple[range, ...]]) -> bool:
         found = OBJECT_NAME.fullmatch(name.removesuffix(".bin"))
         if found is None:
             return DRAFT_NAME.fullmatch(name) is not None
-        hash_hex, digest = found.groups()
+        hash_hex, digest, first, end = found.groups()
+        layers = range(int(first), int(end))
+        return layers not in known.get((digest, hash_hex), ()) and not self._is_named(
+            layers, digest, hash_hex
+        )
+
+    def _is_named(self, layers: range, digest: str, hash_hex: str) -> bool:
+        """True if the record of a page, which may be newer than the scan, has this object."""
         record_file = f"{self._folder.records_of(digest)}/{hash_hex}"
-        return (digest, hash_hex) not in known and not os.path.exists(record_file)
+        try:
+            record = read_record(record_file, digest, bytes.fromhex(hash_hex))
+        except FileNotFoundError:
+            return False
+        return record is not None and layers in record.objects
 
     def _remove_if_old(self, path: str) -> None:
         with suppress(FileNotFoundError):
@@ -201,15 +227,4 @@ class FolderBounds:
             self.evicted_pages += 1
         self.held_bytes -= page.num_bytes
         self.held_files -= page.num_files
-        remove_objects(self._folder, bytes.fromhex(page.hash_hex), page.digest, page.num_files - 1)
-
-
-def remove_objects(folder: StoreFolder, page_hash: bytes, digest: str, num_layers: int) -> None:
-    """Removes the objects of a page whose record is gone. Raises OSError."""
-    for layer in range(num_layers):
-        remove_file(folder.object_file(object_name(page_hash, digest, layer)))
-
-
-def _read_record(path: str, digest: str, hash_hex: str) -> PageRecord | None:
-    with open(path, "rb") as file:
-        return decode_record(file.read(MAX_RECORD_BYTES), digest, bytes.fromhex(hash_hex))
+        remove_objects(self._folder, bytes.fromhex(page.hash_hex), page.digest, page.objects)

@@ -33,7 +33,7 @@ class _Object(NamedTuple):
 
 
 class HostObjects:
-    """An `ObjectStore`; any thread may use it.
+    """An `ObjectStore` whose objects have one layer; any thread may use it.
 
     In place of a checksum an object has the number of its write, which tells it from an earlier one
     of its name. A sum over its bytes would take as long again as the copy, and the memory of this
@@ -43,6 +43,8 @@ class HostObjects:
         num_pages: pages whose objects there is room for.
         available_bytes: what the host has left.
     """
+
+    groups_layers = False  # objects of one size take each other's memory
 
     def __init__(
         self,
@@ -63,35 +65,40 @@ class HostObjects:
                 shelf = self._shelf(size)
                 shelf.most_objects = max(shelf.most_objects, num_layers * self.num_pages)
 
-    def write(self, name: str, buffers: Sequence[Buffer]) -> tuple[int, int]:
-        """Makes or replaces an object; gives its bytes and the number of the write.
+    def write(self, name: str, parts: Sequence[Buffer]) -> list[int]:
+        """Makes or replaces an object; gives the number of the write.
 
         Raises StoreFull where the host has no memory for a single one.
         """
-        parts = [memoryview(buffer).cast("B") for buffer in buffers]
-        num_bytes = sum(map(len, parts))
+        (content,) = (memoryview(part).cast("B") for part in parts)
         with self._turn:
-            shelf = self._shelf(num_bytes)
+            shelf = self._shelf(len(content))
             memory = shelf.take(name)
-            start = 0
-            for part in parts:
-                memory[start : start + len(part)] = part
-                start += len(part)
+            memory[:] = content
             self._num_writes = (self._num_writes + 1) % 2**32
             shelf.objects[name] = _Object(memory, self._num_writes)
-            return num_bytes, self._num_writes
+            return [self._num_writes]
 
-    def read_into(self, name: str, buffer: Buffer, num_bytes: int, checksum: int) -> None:
-        """Fills the first `num_bytes` of a writable buffer with the object of write `checksum`.
+    def read_into(
+        self,
+        name: str,
+        parts: Sequence[Buffer],
+        checksums: Sequence[int],
+        num_bytes: int,
+        offset: int = 0,
+    ) -> None:
+        """Fills a writable buffer with an object, whose checksum is the number of its write.
 
         Raises BrokenObject where it is not there any more.
         """
+        assert offset == 0
+        (content,), (number,) = (memoryview(part).cast("B") for part in parts), checksums
         with self._turn:
             objects = self._shelf(num_bytes).objects
             found = objects.get(name)
-            if found is None or found.number != checksum:
+            if found is None or found.number != number:
                 raise BrokenObject(f"object {name} is not in host memory any more")
-            memoryview(buffer).cast("B")[:num_bytes] = found.memory
+            content[:] = found.memory
             objects.move_to_end(name)
 
     def delete(self, name: str) -> bool:

@@ -1,8 +1,9 @@
 """Names of objects in a store, by what they hold: SGLang's unified key scheme.
 
-Source: SGLang 0.5.23, `mem_cache/hicache_key_scheme.py`. An object is one page of one layer, with
-keys and values of all heads, so pipelines of any depth and split share it. The digest stands for
-all that two servers must have in common to use each other's bytes.
+Source: SGLang 0.5.23, `mem_cache/hicache_key_scheme.py`. An object is one page of one layer or of
+several that follow each other, with keys and values of all heads; a record says which
+(`page_record.py`), so pipelines of any depth and split share them. The digest stands for all that
+two servers must have in common to use each other's bytes.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 SCHEMA_VERSION = 1
-# [2, page, heads, head_dim], keys first, of elements that are plain 16 or 32 bit numbers.
+# [layers, 2, page, heads, head_dim], keys first, of elements that are plain 16 or 32 bit numbers.
 PLAIN_LAYOUT = "page-unified-v1"
 # The page's memory as it lies in our pool, all keys before all values: of quantized elements with
 # their scales, and where keys and values have unequal widths.
@@ -22,8 +23,8 @@ _HEX_HASH = "[0-9a-f]{64}"
 _DIGEST = rf"ukv{SCHEMA_VERSION}-[0-9a-f]{{16}}"
 DIGEST_NAME = re.compile(_DIGEST)
 RECORD_NAME = re.compile(_HEX_HASH)
-# Groups: page hash, digest.
-OBJECT_NAME = re.compile(rf"({_HEX_HASH})_({_DIGEST})_L\d+-\d+_H0")
+# Groups: page hash, digest, first layer, the one after the last.
+OBJECT_NAME = re.compile(rf"({_HEX_HASH})_({_DIGEST})_L(\d+)-(\d+)_H0")
 
 
 def model_id(served_name: str, model_digest: str, computation: Mapping[str, str]) -> str:
@@ -67,6 +68,6 @@ def namespace_digest(
     return f"ukv{SCHEMA_VERSION}-{hashlib.sha256(encoded).hexdigest()[:16]}"
 
 
-def object_name(page_hash: bytes, digest: str, layer: int) -> str:
-    """The name of a page's object of one layer, whose number is that in the whole model."""
-    return f"{page_hash.hex()}_{digest}_L{layer}-{layer + 1}_H0"
+def object_name(page_hash: bytes, digest: str, layers: range) -> str:
+    """The name of a page's object of `layers`, whose numbers are those in the whole model."""
+    return f"{page_hash.hex()}_{digest}_L{layers.start}-{layers.stop}_H0"

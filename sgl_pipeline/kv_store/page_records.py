@@ -12,6 +12,7 @@ from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData
 from sgl_pipeline.kv_store.atomic_files import remove_file, write_atomically
 from sgl_pipeline.kv_store.store_folder import StoreFolder
+from sgl_pipeline.object_layers import are_cuts
 from sgl_pipeline.page_record import PageRecord
 
 CHECKSUM_BYTES = 4
@@ -39,8 +40,16 @@ def decode_record(data: bytes, digest: str, page_hash: bytes) -> PageRecord | No
         record = decode(_decoder, payload)
     except MalformedData:
         return None
-    whole = len(record.checksums) == 4 * len(record.sizes) and record.page_hash == page_hash
-    return record if whole else None
+    num_layers = len(record.sizes)
+    fits = len(record.checksums) == 4 * num_layers and are_cuts(record.cuts, num_layers)
+    return record if fits and record.page_hash == page_hash else None
+
+
+def read_record(path: str, digest: str, page_hash: bytes) -> PageRecord | None:
+    """The record in a file, which does not count as a use of it; None where it is damaged. Raises
+    OSError."""
+    with open(path, "rb") as file:
+        return decode_record(file.read(MAX_RECORD_BYTES), digest, page_hash)
 
 
 def _checksum(payload: bytes, digest: str) -> int:
@@ -82,9 +91,16 @@ class RecordFiles:
             data = encode_record(record, self._digest)
             write_atomically(self._path, record.page_hash.hex(), [data])
 
-    def delete(self, page_hash: bytes) -> bool:
-        """True if there was one. Raises OSError where it cannot be removed."""
-        return remove_file(f"{self._path}/{page_hash.hex()}")
+    def take(self, page_hash: bytes) -> PageRecord | None:
+        """Removes the record of a page, and gives it; None where there was none, or a damaged one.
+        Raises OSError where it cannot be removed."""
+        path = f"{self._path}/{page_hash.hex()}"
+        try:
+            record = read_record(path, self._digest, page_hash)
+        except FileNotFoundError:
+            return None
+        remove_file(path)
+        return record
 
     def _read(self, page_hash: bytes, used_ns: int) -> PageRecord | None:
         try:

@@ -53,7 +53,8 @@ class _Connection:
 
 
 class StorageClient:
-    """An `ObjectStore`. Threads take turns; give each its own for transfers beside each other.
+    """An `ObjectStore` whose objects have one layer. Threads take turns; give each its own for
+    transfers beside each other.
 
     It connects when it is used, and again after the process has ended and come back.
 
@@ -62,29 +63,36 @@ class StorageClient:
         timeout_s: for one request.
     """
 
+    groups_layers = False  # an object fits in a chunk
+
     def __init__(self, address: str, timeout_s: float = TIMEOUT_S) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
         self._turn = threading.Lock()
 
-    def write(self, name: str, buffers: Sequence[Buffer]) -> tuple[int, int]:
-        """Stores an object, unless the backend has one of that name; gives its bytes and their
-        CRC-32. Raises StoreError."""
-        parts = [memoryview(buffer).cast("B") for buffer in buffers]
+    def write(self, name: str, parts: Sequence[Buffer]) -> list[int]:
+        """Stores an object, unless the backend has one of that name; gives its CRC-32. Raises
+        StoreError."""
+        (content,) = (memoryview(part).cast("B") for part in parts)
         with self._turn:
-            num_bytes = self._fill(0, name, parts)
+            self._fill(0, name, content)
             if not self._move(SetObjects((name,)))[0]:
                 raise StoreError(f"the storage backend did not take object {name}")
-        checksum = 0
-        for part in parts:
-            checksum = zlib.crc32(part, checksum)
-        return num_bytes, checksum
+        return [zlib.crc32(content)]
 
-    def read_into(self, name: str, buffer: Buffer, num_bytes: int, checksum: int) -> None:
-        """Fills the first `num_bytes` of a writable buffer with an object. Raises BrokenObject
-        where it is missing or altered, StoreError where the backend cannot be asked."""
-        content = memoryview(buffer).cast("B")[:num_bytes]
+    def read_into(
+        self,
+        name: str,
+        parts: Sequence[Buffer],
+        checksums: Sequence[int],
+        num_bytes: int,
+        offset: int = 0,
+    ) -> None:
+        """Fills a writable buffer with an object. Raises BrokenObject where it is missing or
+        altered, StoreError where the backend cannot be asked."""
+        assert offset == 0
+        (content,), (checksum,) = (memoryview(part).cast("B") for part in parts), checksums
         with self._turn:
             if not self._move(GetObjects((name,)))[0]:
                 raise BrokenObject(f"object {name} is missing")
@@ -106,7 +114,7 @@ class StorageClient:
             for start in range(0, len(names), step):
                 batch = tuple(names[start : start + step])
                 for index, name in enumerate(batch):
-                    self._fill(index, name, [memoryview(contents[start + index])])
+                    self._fill(index, name, memoryview(contents[start + index]))
                 if not all(self._move(SetObjects(batch))):
                     raise StoreError(f"the storage backend did not take {len(batch)} objects")
 
@@ -135,18 +143,13 @@ class StorageClient:
             self._connection.close()
             self._connection = None
 
-    def _fill(self, index: int, name: str, parts: Sequence[memoryview]) -> int:
+    def _fill(self, index: int, name: str, content: memoryview) -> None:
         """Copies an object to a chunk, with zeros behind it."""
-        chunk = self._open().chunk(index)
-        num_bytes = sum(len(part) for part in parts)
+        chunk, num_bytes = self._open().chunk(index), len(content)
         if num_bytes > len(chunk):
             raise StoreError(f"object {name} has {num_bytes} bytes, a chunk holds {len(chunk)}")
-        end = 0
-        for part in parts:
-            chunk[end : end + len(part)] = part
-            end += len(part)
-        chunk[end:] = bytes(len(chunk) - end)
-        return num_bytes
+        chunk[:num_bytes] = content
+        chunk[num_bytes:] = bytes(len(chunk) - num_bytes)
 
     def _count(self, names: Sequence[str]) -> int:
         number = 0

@@ -401,4 +401,5 @@ def _order_of(load: PageLoad) -> LoadPages:
         array(INT32, load.pages).tobytes(),
         b"".join(record.page_hash for record in load.records),
         b"".join(record.checksums for record in load.records),
+        tuple(record.cuts for record in load.records),
     )

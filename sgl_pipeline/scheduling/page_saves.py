@@ -12,6 +12,7 @@ from itertools import islice
 
 from sgl_pipeline.args.tier_args import WritePolicy
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.object_layers import cuts_of, written_runs
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.scheduling.page_hashing import hashes_of
 from sgl_pipeline.scheduling.page_run import PageRun
@@ -190,13 +191,18 @@ class PageSaves:
         reports = [save.reports[stage] for stage in sorted(save.reports)]
         num_pages = min(report.num_pages for report in reports)
         sizes = tuple(size for report in reports for size in report.sizes)
+        cuts = cuts_of(
+            run
+            for report in reports
+            for run in written_runs(range(*report.layers), is_grouped=report.is_grouped)
+        )
         checksums = [array(UINT32, report.checksums) for report in reports]
         for index in range(num_pages):
             of_page = b"".join(
                 column[index * len(one.sizes) : (index + 1) * len(one.sizes)].tobytes()
                 for column, one in zip(checksums, reports, strict=True)
             )
-            self._commits.append(PageRecord(save.hashes[index], sizes, of_page))
+            self._commits.append(PageRecord(save.hashes[index], sizes, of_page, cuts))
         self._note_saved(save.node, set(save.pages[:num_pages]))
         self._counts.saved_tokens += num_pages * self._page_size
         self._storage.unlock(save.node)
@@ -218,7 +224,7 @@ class PageSaves:
 
 
 def _is_whole(report: PagesSaved, num_pages: int) -> bool:
-    """True if `report` has a checksum for each object that it names."""
+    """True if `report` has a checksum for each layer that it names."""
     first, end = report.layers
     num_layers = len(report.sizes)
     return (

@@ -1,13 +1,17 @@
 """The orders and reports about pages that outlive the pool: their way to a store and back.
 
 The scheduler decides, the stages read and write beside their steps, each its own layers. An object
-holds one page of one layer. A page is in the store when the scheduler has written its record, which
-it does when all stages have saved their layers; until then no lookup finds it. `SavePages` names
-pages that no step writes any more and that are not given away before each stage has reported.
-`LoadPages` names pages that no step reads or writes before each stage has reported. Transfers of
-one kind run in the sequence of their orders; loads go before saves. A stage forgets all transfers,
-without reports, when it gets `UseStore`, a `SwitchPlan`, a `Regroup` or another assignment, and the
-scheduler does not wait for them any more. At a `FinishHandover` it refuses them, with reports.
+holds one page of one layer or, where the store can keep several, of all layers of the stage that
+saved it; a stage of another split reads its part. A page is in the store when the scheduler has
+written its record, which it does when all stages have saved their layers; until then no lookup
+finds it.
+
+`SavePages` names pages that no step writes any more and that are not given away before each stage
+has reported. `LoadPages` names pages that no step reads or writes before each stage has reported.
+Transfers of one kind run in the sequence of their orders; loads go before saves. A stage forgets
+all transfers, without reports, when it gets `UseStore`, a `SwitchPlan`, a `Regroup` or another
+assignment, and the scheduler does not wait for them any more. At a `FinishHandover` it refuses
+them, with reports.
 
 A server can also read pages out of another server's pool (a peer): that one's scheduler offers
 them by `OfferPages`, and this one's orders a `LoadPages` with a source. The offered pages are
@@ -19,6 +23,8 @@ it lets no peer read them any more. A stage forgets offers where it forgets tran
 from typing import Annotated
 
 import msgspec
+
+from sgl_pipeline.object_layers import Cuts
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
@@ -85,17 +91,19 @@ class SavePages(msgspec.Struct, frozen=True, tag=True):
 class LoadPages(msgspec.Struct, frozen=True, tag=True):
     """Fill `pages` from the store, the fields as in `SavePages`.
 
-    `checksums` is a uint32 array [pages, layers of the model]: of each object the CRC-32, or the
-    number that host memory gave it.
+    `checksums` is a uint32 array [pages, layers of the model]: of each layer the CRC-32, or the
+    number that host memory gave it. `cuts` says of each page which layers share an object.
 
     With a `source` the pages come from the peer of that name, as part of what it has offered under
-    the number `offer`; `checksums` is then empty, since each frame brings its own.
+    the number `offer`. Then `checksums` is empty, since each frame brings its own, and `cuts` mean
+    nothing.
     """
 
     transfer: int
     pages: bytes
     hashes: bytes
     checksums: bytes
+    cuts: tuple[Cuts, ...]
     source: str = ""
     offer: Count = 0
 
@@ -123,10 +131,10 @@ class WithdrawPages(msgspec.Struct, frozen=True, tag=True):
 class PagesSaved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The stage has written its layers of the first `num_pages` pages of a `SavePages`.
 
-    `layers` are the first layer of the stage and the one after its last. `checksums` is a uint32
-    array [num_pages, layers of the stage] as that of `LoadPages`, `sizes` the bytes of one object
-    of each layer. `message` says why pages are missing; it is empty when none is. Writing took
-    `busy_s`, the pauses that keep its rate aside.
+    `layers` are the first layer of the stage and the one after its last; they share an object if
+    `is_grouped`. `checksums` is a uint32 array [num_pages, layers of the stage] as that of
+    `LoadPages`, `sizes` the bytes of a page of each layer. `message` says why pages are missing; it
+    is empty when none is. Writing took `busy_s`, the pauses that keep its rate aside.
     """
 
     stage: Count
@@ -136,6 +144,7 @@ class PagesSaved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sizes: tuple[Count, ...]
     checksums: bytes
     busy_s: Seconds
+    is_grouped: bool = False
     message: str = ""
 
 

@@ -15,6 +15,7 @@ from fault_schedules.fake_model import FakeStage
 from fault_schedules.faulty_store import SLOT_BYTES, Content, FaultyStore
 
 from sgl_pipeline.errors import BrokenObject, StoreError
+from sgl_pipeline.object_layers import object_parts, written_runs
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     PageTransfer,
     TransferJobs,
@@ -61,6 +62,11 @@ class _Session:
     is_loading: bool = False
     is_saving: bool = False
     is_over: bool = False
+
+    @property
+    def runs(self) -> tuple[range, ...]:
+        """The layers of each object that it writes."""
+        return written_runs(self.layers, is_grouped=self.store.groups_layers)
 
 
 class FakeTransfers:
@@ -190,11 +196,13 @@ class FakeTransfers:
         """The objects of a page have been read."""
         if session.is_over:
             return
+        num_layers = self._plan().num_layers
         try:
-            for layer in session.layers:
-                due = job.checksum_of(index, layer)
-                content = session.store.read(job.hash_of(index), layer, due)
-                self._pages.pages[layer][job.pages[index]] = dict(enumerate(content))
+            for part in object_parts(job.cuts[index], (1,) * num_layers, session.layers):
+                due = job.checksums_of(index, part.layers)
+                contents = session.store.read(job.hash_of(index), part, due)
+                for layer, content in zip(part.layers, contents, strict=True):
+                    self._pages.pages[layer][job.pages[index]] = dict(enumerate(content))
         except StoreError as error:
             self._end_load(session, job, index, began_s, error)
         else:
@@ -237,7 +245,7 @@ class FakeTransfers:
             return
         session.jobs.save_begins(self._object_bytes * len(session.layers), self._now_s())
         page = job.pages[index]
-        contents = [self._pages.content(layer, page) for layer in session.layers]
+        contents = [[self._pages.content(layer, page) for layer in run] for run in session.runs]
         write_s = self._rng.random() * session.store.tempo.write_s
         self._after(write_s, lambda: self._write(session, job, checksums, contents))
 
@@ -246,13 +254,13 @@ class FakeTransfers:
         session: _Session,
         job: PageTransfer,
         checksums: "array[int]",
-        contents: list[Content],
+        contents: list[list[Content]],
     ) -> None:
         """The objects of a page are written."""
         index = len(checksums) // len(session.layers)
         try:
-            for layer, content in zip(session.layers, contents, strict=True):
-                checksums.append(session.store.write(job.hash_of(index), layer, content))
+            for run, of_run in zip(session.runs, contents, strict=True):
+                checksums.extend(session.store.write(job.hash_of(index), run, of_run))
         except StoreError as error:
             if not session.is_over:
                 self._end_save(session, job, checksums, error)
@@ -316,6 +324,7 @@ class FakeTransfers:
             sizes=(self._object_bytes,) * num_layers,
             checksums=checksums[: num_pages * num_layers].tobytes(),
             busy_s=busy_s,
+            is_grouped=session.store.groups_layers,
             message="" if failure is None else str(failure),
         )
 

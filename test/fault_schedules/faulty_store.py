@@ -16,6 +16,7 @@ from fault_schedules.fake_model import Oracle
 from support.kept_pages import KeptPages
 
 from sgl_pipeline.errors import BrokenObject, StoreError
+from sgl_pipeline.object_layers import Cuts, ObjectPart, object_layers
 from sgl_pipeline.page_hash import page_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.wire.store_orders import UINT32
@@ -86,34 +87,38 @@ class FaultyStore:
 
     Args:
         right: what it must be given.
+        groups_layers: whether an object has all layers of the stage that writes it.
     """
 
-    def __init__(self, rng: Random, right: RightPages, tempo: StoreTempo) -> None:
+    def __init__(
+        self, rng: Random, right: RightPages, tempo: StoreTempo, *, groups_layers: bool
+    ) -> None:
         self.tempo = tempo
+        self.groups_layers = groups_layers
         # Requests do not wait for it for ever.
         self.may_hang = False
         self.has_hung = False
         self._rng, self._right = rng, right
         self._kept = KeptPages[Content]()
-        # All that was written since the last `clear`, whatever has become of it.
-        self._written: dict[tuple[bytes, int], int] = {}
+        # The checksums of all that was written since the last `clear`, whatever has become of it.
+        self._written: dict[tuple[bytes, range], list[int]] = {}
 
     # The stages' side
 
-    def read(self, page_hash: bytes, layer: int, due: int) -> Content:
-        """Raises BrokenObject for an object that is gone or has not the checksum `due`, StoreError
+    def read(self, page_hash: bytes, part: ObjectPart, due: Sequence[int]) -> list[Content]:
+        """Raises BrokenObject for an object that is gone or has not the checksums `due`, StoreError
         now and then."""
         self._fail_at_times("this read")
-        content = self._kept.objects.get((page_hash, layer))
-        if content is None or checksum(content) != due:
-            raise BrokenObject("the object is gone" if content is None else "other bytes")
-        return content
+        contents = self._kept.part(page_hash, part)
+        if contents is None or [*map(checksum, contents)] != [*due]:
+            raise BrokenObject("the object is gone" if contents is None else "other bytes")
+        return contents
 
-    def write(self, page_hash: bytes, layer: int, content: Content) -> int:
-        """The checksum of the object. Raises StoreError now and then."""
-        assert content == self._right.of(page_hash, layer), "a page is saved that holds others"
+    def write(self, page_hash: bytes, layers: range, contents: list[Content]) -> list[int]:
+        """The checksum of each layer of an object. Raises StoreError now and then."""
+        assert contents == self._right_contents(page_hash, layers), "a page with others is saved"
         self._fail_at_times("this write")
-        return self._put(page_hash, layer, content)
+        return self._put(page_hash, layers, contents)
 
     def hangs(self) -> bool:
         """True if the next read or write never ends."""
@@ -128,11 +133,11 @@ class FaultyStore:
 
     def check(self, record: PageRecord) -> None:
         """Asserts that all layers of the page were written, and that the record describes them."""
-        layers = range(self._right.num_layers)
-        assert array(UINT32, record.checksums).tolist() == [
-            self._written[record.page_hash, layer] for layer in layers
-        ], "a record is not of what was written"
-        assert record.sizes == (SLOT_BYTES * self._right.page_size,) * len(layers)
+        written = array(UINT32)
+        for layers in record.objects:
+            written.extend(self._written[record.page_hash, layers])
+        assert record.checksums == written.tobytes(), "a record is not of what was written"
+        assert record.sizes == self._sizes
 
     def commit(self, record: PageRecord) -> None:
         self._kept.records[record.page_hash] = record
@@ -148,15 +153,14 @@ class FaultyStore:
 
     def fill(self) -> None:
         """Another server has served the beginnings of some requests, and saved its pages."""
-        layers = range(self._right.num_layers)
+        cuts = self._random_cuts()
         for run in self._rng.sample(self._right.runs, self._rng.randint(1, len(self._right.runs))):
             for page_hash in run[: self._rng.randint(0, len(run))]:
                 checksums = array(UINT32)
-                for layer in layers:
-                    content = self._right.of(page_hash, layer)
-                    checksums.append(self._put(page_hash, layer, content))
-                sizes = (SLOT_BYTES * self._right.page_size,) * len(layers)
-                self.commit(PageRecord(page_hash, sizes, checksums.tobytes()))
+                for layers in object_layers(cuts, self._right.num_layers):
+                    contents = self._right_contents(page_hash, layers)
+                    checksums.extend(self._put(page_hash, layers, contents))
+                self.commit(PageRecord(page_hash, self._sizes, checksums.tobytes(), cuts))
 
     def harm(self) -> None:
         """Some objects or records are lost, or some objects altered."""
@@ -170,12 +174,28 @@ class FaultyStore:
             if kind == "lose":
                 del self._kept.objects[key]
             else:
-                self._kept.objects[key] = (0, *self._kept.objects[key][1:])
+                contents = self._kept.objects[key]
+                layer = self._rng.randrange(len(contents))
+                contents[layer] = (0, *contents[layer][1:])
 
-    def _put(self, page_hash: bytes, layer: int, content: Content) -> int:
-        self._kept.objects[page_hash, layer] = content
-        self._written[page_hash, layer] = checksum(content)
-        return checksum(content)
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (SLOT_BYTES * self._right.page_size,) * self._right.num_layers
+
+    def _right_contents(self, page_hash: bytes, layers: range) -> list[Content]:
+        return [self._right.of(page_hash, layer) for layer in layers]
+
+    def _random_cuts(self) -> Cuts:
+        """As a server of any split writes objects."""
+        if not self.groups_layers:
+            return ()
+        later = range(1, self._right.num_layers)
+        return (0, *sorted(self._rng.sample(later, self._rng.randint(0, len(later)))))
+
+    def _put(self, page_hash: bytes, layers: range, contents: list[Content]) -> list[int]:
+        self._kept.objects[page_hash, layers] = [*contents]
+        self._written[page_hash, layers] = [*map(checksum, contents)]
+        return self._written[page_hash, layers]
 
     def _some(self, things: list[T], share: float) -> list[T]:
         return [one for one in things if self._rng.random() < share]

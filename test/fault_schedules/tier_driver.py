@@ -37,7 +37,9 @@ def random_stores(
     right = RightPages(clients, num_layers, page_size)
     stores = FakeStores(rng)
     for address in ADDRESSES:
-        stores.by_address[address] = store = FaultyStore(rng, right, random_tempo(rng))
+        stores.by_address[address] = store = FaultyStore(
+            rng, right, random_tempo(rng), groups_layers=rng.random() < 0.5
+        )
         if rng.random() < 0.8:
             store.fill()
     return stores

@@ -22,7 +22,7 @@ from sgl_pipeline.kv_store.store_folder import StoreFolder
 
 OTHER = "ukv1-0123456789abcdef"
 PAGE_BYTES = 96 * NUM_LAYERS
-PAGE_FILES = NUM_LAYERS + 1
+PAGE_FILES = 2 + 1  # two objects and a record
 
 
 def bounds(**changes: int) -> StoreBounds:
@@ -149,6 +149,83 @@ def test_leftovers_of_killed_servers_go_when_they_are_old(tmp_path: Path) -> Non
         f"records/{DIGEST}/{drafts[0]}",
         *(name for name in before if name.startswith(f"{page_hash(2).hex()}_")),
     }
+
+
+def objects_of(path: Path, number: int) -> set[str]:
+    """The layers in the names of a page's objects."""
+    names = (file.name for file in path.glob(f"{page_hash(number).hex()}_{DIGEST}_*.bin"))
+    return {name.split("_")[2] for name in names}
+
+
+def age_objects(path: Path, number: int) -> None:
+    for file in path.glob(f"{page_hash(number).hex()}_{DIGEST}_*.bin"):
+        age(file, ORPHAN_S + 10)
+
+
+def test_objects_that_a_newer_record_does_not_name_go_when_they_are_old(tmp_path: Path) -> None:
+    """Another server, of another split, has saved the page too."""
+    store, objects = open_store(tmp_path)
+    save_page(store, objects, 1, cuts=(0, 1))
+    save_page(store, objects, 2, cuts=(0,))
+    for number in (1, 2):
+        age_objects(tmp_path, number)
+    save_page(store, objects, 1, cuts=(0, 1, 2))
+    save_page(store, objects, 3, cuts=(0,))
+    save_page(store, objects, 3, cuts=())
+    tend_until_idle(store)
+    assert objects_of(tmp_path, 1) == {"L0-1", "L1-2", "L2-3"}
+    assert objects_of(tmp_path, 2) == {"L0-3"}
+    # A load may still read it.
+    assert objects_of(tmp_path, 3) == {"L0-3", "L0-1", "L1-2", "L2-3"}
+    hashes = [page_hash(number) for number in (1, 2, 3)]
+    assert [read_page(objects, record) for record in store.lookup(hashes)] == [
+        contents_of(number) for number in (1, 2, 3)
+    ]
+
+
+def test_objects_of_a_record_that_is_newer_than_the_scan_stay(tmp_path: Path) -> None:
+    store, objects = open_store(tmp_path)
+    save_page(store, objects, 1, cuts=(0, 1))
+    store.tend()
+    store.tend()  # the scan has seen the record
+    save_page(store, objects, 1, cuts=(0, 2))
+    age_objects(tmp_path, 1)
+    tend_until_idle(store)
+    assert objects_of(tmp_path, 1) >= {"L0-2", "L2-3"}
+    assert read_page(objects, *store.lookup([page_hash(1)])) == contents_of(1)
+
+
+def test_objects_of_a_damaged_record_go_when_they_are_old(tmp_path: Path) -> None:
+    store, objects = open_store(tmp_path)
+    for number in (1, 2):
+        save_page(store, objects, number)
+        (tmp_path / "records" / DIGEST / page_hash(number).hex()).write_bytes(b"damaged")
+    age_objects(tmp_path, 1)
+    store.drop(page_hash(1))
+    tend_until_idle(store)
+    assert objects_of(tmp_path, 1) == set()
+    assert objects_of(tmp_path, 2) == {"L0-1", "L1-3"}
+
+
+@pytest.mark.parametrize("cuts", [(), (0,), (0, 2)])
+def test_a_page_goes_with_all_its_objects_however_it_is_cut(
+    tmp_path: Path, cuts: tuple[int, ...]
+) -> None:
+    limit = bounds(max_bytes=PAGE_BYTES)
+    store, objects = open_store(tmp_path, bounds=limit)
+    save_page(store, objects, 1, cuts=cuts)
+    num_files = len(cuts or range(NUM_LAYERS)) + 1
+    assert store.counts() == (PAGE_BYTES, num_files, 0)
+    tend_until_idle(store)
+    assert store.counts() == (PAGE_BYTES, num_files, 0)
+    age_record(tmp_path, 1, 100)
+    store, objects = open_store(tmp_path, bounds=limit)
+    save_page(store, objects, 2, cuts=(0, 1))
+    tend_until_idle(store)
+    assert store.counts() == (PAGE_BYTES, PAGE_FILES, 1)
+    assert objects_of(tmp_path, 1) == set()
+    store.drop(page_hash(2))
+    assert files_in(tmp_path) == {"records/format.json"}
 
 
 def test_damaged_records_go(tmp_path: Path) -> None:

@@ -4,18 +4,21 @@ import errno
 import os
 import shutil
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from sgl_pipeline.errors import BrokenObject, StoreError, StoreFull
-from sgl_pipeline.kv_store import atomic_files
+from sgl_pipeline.kv_store import atomic_files, object_files
 from sgl_pipeline.kv_store.disk_guard import PAUSE_S, DiskGuard
 from sgl_pipeline.kv_store.object_files import ObjectFiles
 from sgl_pipeline.kv_store.page_store import self_test
 from sgl_pipeline.kv_store.store_folder import open_folder
 
 CONTENT = bytes(range(256)) * 3
+BOUNDS = (0, 10, 300, 768)  # of its parts
+CHECKSUMS = [zlib.crc32(CONTENT[first:end]) for first, end in pairwise(BOUNDS)]
 
 
 def objects_in(path: Path) -> ObjectFiles:
@@ -23,16 +26,42 @@ def objects_in(path: Path) -> ObjectFiles:
     return ObjectFiles(folder, DiskGuard(folder, min_free_bytes=0))
 
 
+def write(objects: ObjectFiles) -> list[int]:
+    """The checksums of an object of three parts."""
+    return objects.write(
+        "name", [CONTENT[:10], memoryview(bytearray(CONTENT[10:300])), CONTENT[300:]]
+    )
+
+
+def read(objects: ObjectFiles, first: int, end: int) -> list[bytes]:
+    """Some of its parts."""
+    parts = [bytearray(stop - start) for start, stop in pairwise(BOUNDS[first : end + 1])]
+    objects.read_into("name", parts, CHECKSUMS[first:end], 768, BOUNDS[first])
+    return [*map(bytes, parts)]
+
+
 def test_an_object_comes_back(tmp_path: Path) -> None:
     objects = objects_in(tmp_path)
-    parts = [CONTENT[:10], memoryview(bytearray(CONTENT[10:]))]
-    assert objects.write("name", parts) == (768, zlib.crc32(CONTENT))
+    assert write(objects) == CHECKSUMS
     file = tmp_path / "name.bin"
     assert file.read_bytes() == CONTENT and file.stat().st_mode & 0o777 == 0o600
-    buffer = bytearray(800)
-    objects.read_into("name", buffer, 768, zlib.crc32(CONTENT))
-    assert buffer == CONTENT + bytes(32)
     assert {entry.name for entry in tmp_path.iterdir()} == {"name.bin", "records"}
+    assert read(objects, 0, 3) == [CONTENT[:10], CONTENT[10:300], CONTENT[300:]]
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)])
+def test_some_parts_of_an_object_can_be_read(tmp_path: Path, first: int, end: int) -> None:
+    objects = objects_in(tmp_path)
+    write(objects)
+    assert b"".join(read(objects, first, end)) == CONTENT[BOUNDS[first] : BOUNDS[end]]
+
+
+def test_bytes_of_another_place_are_noticed(tmp_path: Path) -> None:
+    objects = objects_in(tmp_path)
+    write(objects)
+    for offset in (0, 9, 11, 700, 10_000):
+        with pytest.raises(BrokenObject, match="altered"):
+            objects.read_into("name", [bytearray(290)], CHECKSUMS[1:2], 768, offset)
 
 
 def test_however_little_the_kernel_takes_at_a_time(
@@ -45,6 +74,13 @@ def test_however_little_the_kernel_takes_at_a_time(
     )
     objects.write("name", [CONTENT[:10], b"", CONTENT[10:]])
     assert (tmp_path / "name.bin").read_bytes() == CONTENT
+    preadv = os.preadv
+    monkeypatch.setattr(
+        object_files.os,
+        "preadv",
+        lambda file, left, offset: preadv(file, [memoryview(left[0])[:7]], offset),
+    )
+    assert read(objects, 1, 3) == [CONTENT[10:300], CONTENT[300:]]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +98,17 @@ def test_a_spoiled_object_is_noticed(tmp_path: Path, found: bytes | None, reason
     if found is not None:
         (tmp_path / "name.bin").write_bytes(found)
     with pytest.raises(BrokenObject, match=f"name .*{reason}"):
-        objects.read_into("name", bytearray(768), 768, zlib.crc32(CONTENT))
+        read(objects, 0, 3)
+
+
+@pytest.mark.parametrize(("found", "reason"), [(CONTENT[:-1], "767"), (CONTENT + b"x", "769")])
+def test_the_size_of_an_object_counts_whatever_part_of_it_is_read(
+    tmp_path: Path, found: bytes, reason: str
+) -> None:
+    objects = objects_in(tmp_path)
+    (tmp_path / "name.bin").write_bytes(found)
+    with pytest.raises(BrokenObject, match=f"name has {reason} bytes, 768 were written"):
+        read(objects, 0, 1)
 
 
 def test_a_disk_that_fills_turns_saving_off_for_a_while(
@@ -111,16 +157,16 @@ def test_the_self_test_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["loses", "alters", "keeps"])
 def test_the_self_test_notices_a_store_that(tmp_path: Path, fault: str) -> None:
     class Faulty(ObjectFiles):
-        def write(self, name, buffers):  # type: ignore[no-untyped-def]
-            result = super().write(name, buffers)
+        def write(self, name, parts):  # type: ignore[no-untyped-def]
+            result = super().write(name, parts)
             if fault == "loses":
                 super().delete(name)
             return result
 
-        def read_into(self, name, buffer, num_bytes, checksum):  # type: ignore[no-untyped-def]
-            super().read_into(name, buffer, num_bytes, checksum)
+        def read_into(self, name, parts, *given):  # type: ignore[no-untyped-def]
+            super().read_into(name, parts, *given)
             if fault == "alters":
-                buffer[0] ^= 1
+                parts[-1][0] ^= 1
 
         def delete(self, name: str) -> bool:
             return fault == "keeps" or super().delete(name)

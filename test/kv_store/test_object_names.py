@@ -10,6 +10,11 @@ from sgl_pipeline.kv_store.object_names import (
     object_name,
 )
 
+
+def one(layer: int) -> range:
+    return range(layer, layer + 1)
+
+
 IDENTITY = {"model_id": "name/ab-cd", "dtype": "bfloat16", "page_size": 16, "num_kv_heads": 8}
 
 
@@ -31,7 +36,7 @@ def test_names_are_those_of_upstreams_scheme(layers: tuple[int, int], layout: st
     chunks, _ = scheme._layer_chunks(1, *layers, is_final_stage=False)
     digest = namespace_digest(**IDENTITY, **({} if layout is None else {"layout": layout}))
     assert digest == scheme.namespace_digest(namespace)
-    names = [object_name(bytes(range(32)), digest, layer) for layer in range(*layers)]
+    names = [object_name(bytes(range(32)), digest, one(layer)) for layer in range(*layers)]
     assert names == [f"{bytes(range(32)).hex()}_{digest}_{chunk}_H0" for chunk in chunks]
     assert [OBJECT_NAME.fullmatch(name)[2] for name in names] == [digest] * len(names)
 
@@ -55,8 +60,17 @@ def test_a_plan_of_upstreams_has_our_names() -> None:
     digest = namespace_digest(**IDENTITY)
     hash_hex = bytes(32).hex()
     assert [f"{hash_hex}_{suffix}" for suffix in plan.suffixes] == [
-        object_name(bytes(32), digest, layer) for layer in (2, 3, 4)
+        object_name(bytes(32), digest, one(layer)) for layer in (2, 3, 4)
     ]
+
+
+def test_the_layers_of_a_stage_have_the_name_of_upstreams_stages() -> None:
+    scheme = pytest.importorskip("sglang.srt.mem_cache.hicache_key_scheme")
+    (chunk,), _ = scheme._layer_chunks(0, 2, 5, is_final_stage=False)
+    digest = namespace_digest(**IDENTITY)
+    name = object_name(bytes(32), digest, range(2, 5))
+    assert name == f"{bytes(32).hex()}_{digest}_{chunk}_H0"
+    assert OBJECT_NAME.fullmatch(name).groups() == (bytes(32).hex(), digest, "2", "5")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,21 @@
 """A page is found by its record, if that is whole and of this key space."""
 
 import os
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
-from support.store_files import DIGEST, NUM_LAYERS, open_store, page_hash, save_page
+from support.store_files import (
+    DIGEST,
+    NUM_LAYERS,
+    contents_of,
+    open_store,
+    page_hash,
+    read_page,
+    save_page,
+    write_objects,
+)
 
 from sgl_pipeline.kv_store.page_records import TOUCH_S, RecordFiles, decode_record, encode_record
 from sgl_pipeline.kv_store.store_folder import open_folder
@@ -26,9 +37,32 @@ def test_any_changed_byte_is_noticed() -> None:
         assert decode_record(data[:index], DIGEST, page_hash(1)) is None
 
 
+def test_a_record_without_cuts_is_of_a_page_with_an_object_for_each_layer(tmp_path: Path) -> None:
+    """As servers wrote them before objects had several layers."""
+    store, objects = open_store(tmp_path)
+    written = write_objects(objects, 1, cuts=())
+    payload = msgspec.msgpack.encode((written.page_hash, written.sizes, written.checksums))
+    checksum = zlib.crc32(payload, zlib.crc32(DIGEST.encode()))
+    store.commit([written])
+    record_file(tmp_path, 1).write_bytes(checksum.to_bytes(4, "little") + payload)
+    (record,) = store.lookup([page_hash(1)])
+    assert record == written and record.objects == (range(1), range(1, 2), range(2, 3))
+    assert read_page(objects, record) == contents_of(1)
+
+
+@pytest.mark.parametrize("cuts", [(), (0,), (0, 1), (0, 2), (0, 1, 2)])
+def test_a_record_says_which_layers_share_an_object(cuts: tuple[int, ...]) -> None:
+    record = msgspec.structs.replace(RECORD, cuts=cuts)
+    assert decode_record(encode_record(record, DIGEST), DIGEST, page_hash(1)) == record
+
+
 @pytest.mark.parametrize(
     "record",
-    [PageRecord(page_hash(1), (96,), b"123"), PageRecord(page_hash(1), (), b"1234")],
+    [
+        PageRecord(page_hash(1), (96,), b"123"),
+        PageRecord(page_hash(1), (), b"1234"),
+        *(msgspec.structs.replace(RECORD, cuts=cuts) for cuts in ((1,), (0, 0), (0, 2, 1), (0, 3))),
+    ],
 )
 def test_a_record_that_contradicts_itself_is_none(record: PageRecord) -> None:
     assert decode_record(encode_record(record, DIGEST), DIGEST, page_hash(1)) is None

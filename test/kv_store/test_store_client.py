@@ -175,7 +175,7 @@ def test_the_thread_keeps_the_bounds_between_calls(tmp_path: Path) -> None:
         client.ask(number, [page_hash(number)])
     answers(client, 20)
     client.close()
-    assert client.store_counts.held_files >= 20 * 4
+    assert client.store_counts.held_files >= 20 * 3
 
 
 def test_two_clients_share_a_folder(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from support.store_files import (
 
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.kv_store.store_folder import open_folder
+from sgl_pipeline.object_layers import object_layers
 
 
 @pytest.fixture
@@ -46,30 +47,35 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return storage.HiCacheFile(config)
 
 
-def key(number: int, layer: int) -> str:
-    return object_name(page_hash(number), DIGEST, layer).removesuffix("_H0")
+def key(number: int, layers: range) -> str:
+    return object_name(page_hash(number), DIGEST, layers).removesuffix("_H0")
 
 
-def test_it_reads_what_we_write(tmp_path: Path, upstream: Any) -> None:
-    save_page(*open_store(tmp_path), 7)
-    targets = [torch.zeros(96, dtype=torch.uint8) for _ in range(NUM_LAYERS)]
-    keys = [key(7, layer) for layer in range(NUM_LAYERS)]
-    assert upstream.batch_exists([*keys, key(8, 0)]) == NUM_LAYERS
+@pytest.mark.parametrize("cuts", [(), (0,), (0, 1)])
+def test_it_reads_what_we_write(tmp_path: Path, upstream: Any, cuts: tuple[int, ...]) -> None:
+    save_page(*open_store(tmp_path), 7, cuts=cuts)
+    objects = object_layers(cuts, NUM_LAYERS)
+    targets = [torch.zeros(96 * len(layers), dtype=torch.uint8) for layers in objects]
+    keys = [key(7, layers) for layers in objects]
+    assert upstream.batch_exists([*keys, key(8, range(1))]) == len(objects)
     found = upstream.batch_get(keys, targets)
-    assert [bytes(tensor.numpy()) for tensor in found] == contents_of(7)
+    assert [bytes(tensor.numpy()) for tensor in found] == [
+        b"".join(contents_of(7)[layers.start : layers.stop]) for layers in objects
+    ]
 
 
-def test_we_read_what_it_writes(tmp_path: Path, upstream: Any) -> None:
+@pytest.mark.parametrize("layers", [range(1), range(1, 3), range(3)])
+def test_we_read_what_it_writes(tmp_path: Path, upstream: Any, layers: range) -> None:
     store, objects = open_store(tmp_path)
-    record = None
-    for layer in range(NUM_LAYERS):
-        content = page_content(7, layer)
-        assert upstream.set(key(7, layer), torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    contents = [page_content(7, layer) for layer in layers]
+    whole = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8)
+    assert upstream.set(key(7, layers), whole)
+    name = object_name(page_hash(7), DIGEST, layers)
+    for index, content in enumerate(contents):
         buffer = bytearray(96)
-        name = object_name(page_hash(7), DIGEST, layer)
-        objects.read_into(name, buffer, 96, zlib.crc32(content))
+        objects.read_into(name, [buffer], [zlib.crc32(content)], len(whole), 96 * index)
         assert buffer == content
-    assert record is None and store.lookup([page_hash(7)]) == []
+    assert store.lookup([page_hash(7)]) == []
 
 
 def test_after_its_clear_our_records_are_broken_and_the_folder_is_ours(

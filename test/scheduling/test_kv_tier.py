@@ -32,18 +32,36 @@ def served(store: MemoryStore, layer_counts: tuple[int, ...] = (3, 3)) -> Stored
     return pipeline
 
 
+@pytest.mark.parametrize("groups_layers", [False, True])
 @pytest.mark.parametrize("layer_counts", [(6,), (3, 3), (1, 2, 3)])
 def test_another_server_of_another_depth_loads_what_the_first_one_saved(
-    layer_counts: tuple[int, ...],
+    layer_counts: tuple[int, ...], groups_layers: bool
 ) -> None:
-    store = MemoryStore()
+    store = MemoryStore(groups_layers=groups_layers)
     served(store)
+    assert {record.cuts for record in store.records.values()} == {(0, 3) if groups_layers else ()}
+    assert len(store.objects) == len(store.records) * (2 if groups_layers else 6)
     other = StoredPipeline(store, layer_counts)
     request = other.add([*PROMPT, 1, 2])
     other.run()
     other.check_outputs()
     assert request.loaded_tokens == request.cached_tokens == len(PROMPT) // PAGE_SIZE * PAGE_SIZE
     assert other.tier.counts.loaded_tokens == request.loaded_tokens
+
+
+def test_one_load_has_pages_that_servers_of_unlike_splits_have_saved() -> None:
+    store = MemoryStore()
+    served(store)
+    second = StoredPipeline(store, (1, 2, 3))
+    second.add([*PROMPT, *([6] * 8)])
+    second.run()
+    assert {record.cuts for record in store.records.values()} == {(0, 3), (0, 1, 3)}
+    third = StoredPipeline(store, (5, 1))
+    request = third.add([*PROMPT, *([6] * 8), 1])
+    third.run()
+    third.check_outputs()
+    assert request.loaded_tokens == (len(PROMPT) + 8) // PAGE_SIZE * PAGE_SIZE
+    assert third.tier.counts.num_broken_pages == 0
 
 
 def test_output_tokens_are_saved_too() -> None:
@@ -219,9 +237,9 @@ def test_a_damaged_object_ends_the_hit_before_it_and_costs_its_record(damage: st
     first = served(store)
     hashes = [record.page_hash for record in first.store.records.values()]
     if damage == "missing":
-        del store.objects[hashes[4], 2]
+        del store.objects[hashes[4], range(3)]
     else:
-        store.objects[hashes[4], 2][0] = (9,)
+        store.objects[hashes[4], range(3)][2][0] = (9,)
     other = StoredPipeline(store)
     request = other.add([*PROMPT, 1])
     other.run()
@@ -345,7 +363,7 @@ def one_operation(pipeline: StoredPipeline, random: Random) -> None:
         if random.random() < 0.5:
             del pipeline.store.objects[key]
         else:
-            pipeline.store.objects[key] = [(8,)] * PAGE_SIZE
+            pipeline.store.objects[key] = [[(8,)] * PAGE_SIZE for _ in key[1]]
     elif kind == "flush":
         pipeline.core.scheduler.flush_cache()
     pipeline.fill()
@@ -362,6 +380,7 @@ def test_any_order_of_events_gives_the_right_tokens(seed: int) -> None:
             wait_policy=random.choice(["timeout", "best_effort"]),
         )
         log_pages = random.choice([None, 6, 40])
+        store.groups_layers = random.random() < 0.8
         pipeline = StoredPipeline(store, layer_counts, random.choice([20, 40]), rules, log_pages)
         for _ in range(400):
             one_operation(pipeline, random)

@@ -35,14 +35,16 @@ class LatePages(PageBytes):
     def calls_of(self, thread: str) -> list[str]:
         return [call for name, call in self.calls if name == thread]
 
-    def copies_in(self) -> PageCopies:
-        return self._late(self.copy_in, 2)
+    def copies_in(self, buffer_bytes: int) -> PageCopies:
+        return self._late(self.copy_in, buffer_bytes, 2)
 
-    def copies_out(self) -> PageCopies:
-        return self._late(self.copy_out, 1)
+    def copies_out(self, buffer_bytes: int) -> PageCopies:
+        return self._late(self.copy_out, buffer_bytes, 1)
 
-    def _late(self, copy: Callable[[int, int, Bytes], None], num_buffers: int) -> PageCopies:
-        self.late.append(LateCopies(self, copy, num_buffers))
+    def _late(
+        self, copy: Callable[[int, int, Bytes], None], buffer_bytes: int, num_buffers: int
+    ) -> PageCopies:
+        self.late.append(LateCopies(self, copy, buffer_bytes, num_buffers))
         return self.late[-1]
 
     def steps_so_far(self) -> None:
@@ -58,13 +60,17 @@ class LatePages(PageBytes):
 
 class LateCopies:
     def __init__(
-        self, pages: LatePages, copy: Callable[[int, int, Bytes], None], num_buffers: int
+        self,
+        pages: LatePages,
+        copy: Callable[[int, int, Bytes], None],
+        buffer_bytes: int,
+        num_buffers: int,
     ) -> None:
         self._pages, self._copy = pages, copy
-        num_bytes = pages.largest_object_bytes
-        self._buffers = cycle([np.zeros(num_bytes, np.uint8) for _ in range(num_buffers)])
+        self._buffers = cycle([np.zeros(buffer_bytes, np.uint8) for _ in range(num_buffers)])
         self._num_buffers = num_buffers
-        self._begun: deque[tuple[int, int, Bytes]] = deque()
+        # The copies of each buffer that was given, the newest last.
+        self._begun: deque[list[tuple[int, int, Bytes]]] = deque()
         self._turn = threading.Lock()
 
     def begin(self, steps: int) -> None:
@@ -72,11 +78,12 @@ class LateCopies:
 
     def buffer(self) -> Bytes:
         self._do(self._num_buffers - 1)
+        self._begun.append([])
         return next(self._buffers)
 
-    def copy(self, layer: int, page: int, content: Bytes) -> None:
+    def copy(self, layer: int, page: int, content: Bytes, start: int) -> None:
         self._pages.note("copy")
-        self._begun.append((layer, page, content))
+        self._begun[-1].append((layer, page, content[start:]))
 
     def wait(self) -> None:
         self._pages.note("wait")
@@ -87,6 +94,8 @@ class LateCopies:
         self._do(0)
 
     def _do(self, num_left: int) -> None:
+        """Leaves the copies of the newest buffers."""
         with self._turn:
             while len(self._begun) > num_left:
-                self._copy(*self._begun.popleft())
+                for copy in self._begun.popleft():
+                    self._copy(*copy)

@@ -12,6 +12,7 @@ import torch
 from sgl_pipeline.errors import BrokenObject
 from sgl_pipeline.kv_store.atomic_files import Buffer
 from sgl_pipeline.kv_store.object_names import object_name
+from sgl_pipeline.object_layers import Cuts
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.kv_format import encode, head_dim_of
@@ -92,11 +93,21 @@ def save_order(transfer: int, pages: Sequence[int], numbers: Sequence[int]) -> S
 
 
 def load_order(
-    transfer: int, pages: Sequence[int], numbers: Sequence[int], checksums: Sequence[int]
+    transfer: int,
+    pages: Sequence[int],
+    numbers: Sequence[int],
+    checksums: Sequence[int],
+    cuts: Cuts = (),
 ) -> LoadPages:
-    """`checksums` are those of all layers of a page, page by page."""
+    """`checksums` are those of all layers of a page, page by page; all pages have these `cuts`."""
     save = save_order(transfer, pages, numbers)
-    return LoadPages(transfer, save.pages, save.hashes, array(UINT32, checksums).tobytes())
+    return LoadPages(
+        transfer,
+        save.pages,
+        save.hashes,
+        array(UINT32, checksums).tobytes(),
+        (cuts,) * len(pages),
+    )
 
 
 class MemoryStore:
@@ -104,39 +115,56 @@ class MemoryStore:
 
     Args:
         on_access: called before each read and write, in the thread of the transfer.
+        groups_layers: whether an object has all layers of the stage that writes it.
     """
 
-    def __init__(self, on_access: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, on_access: Callable[[], None] = lambda: None, *, groups_layers: bool = False
+    ) -> None:
         self.objects: dict[str, bytes] = {}
         self.log: list[str] = []
+        self.groups_layers = groups_layers
         self._on_access = on_access
 
-    def write(self, name: str, buffers: Sequence[Buffer]) -> tuple[int, int]:
+    def write(self, name: str, parts: Sequence[Buffer]) -> list[int]:
         self._on_access()
-        content = b"".join(map(bytes, buffers))
-        self.objects[name] = content
+        self.objects[name] = b"".join(map(bytes, parts))
         self.log.append("write")
-        return len(content), zlib.crc32(content)
+        return [zlib.crc32(part) for part in parts]
 
-    def read_into(self, name: str, buffer: Buffer, num_bytes: int, checksum: int) -> None:
+    def read_into(
+        self,
+        name: str,
+        parts: Sequence[Buffer],
+        checksums: Sequence[int],
+        num_bytes: int,
+        offset: int = 0,
+    ) -> None:
         self._on_access()
         content = self.objects.get(name, b"")
-        read = content[:num_bytes]
-        memoryview(buffer)[: len(read)] = read
+        for part in map(memoryview, parts):
+            read = content[offset : offset + len(part)]
+            part[: len(read)] = read
+            offset += len(part)
         self.log.append("read")
-        if (len(content), zlib.crc32(content)) != (num_bytes, checksum):
+        if len(content) != num_bytes or [*map(zlib.crc32, parts)] != [*checksums]:
             raise BrokenObject(f"object {name} is not what was written")
 
-    def delete(self, name: str) -> None:
-        self.objects.pop(name, None)
+    def delete(self, name: str) -> bool:
+        return self.objects.pop(name, None) is not None
 
     def checksums(self, numbers: Sequence[int], num_layers: int) -> list[int]:
-        """Of all objects of these pages, page by page."""
+        """Of all objects of these pages, page by page, each of one layer."""
         return [
-            zlib.crc32(self.objects.get(object_name(hash_of(number), DIGEST, layer), b""))
+            zlib.crc32(self.objects.get(layer_object(number, layer), b""))
             for number in numbers
             for layer in range(num_layers)
         ]
+
+
+def layer_object(number: int, layer: int) -> str:
+    """The name of the object of one layer of a page."""
+    return object_name(hash_of(number), DIGEST, range(layer, layer + 1))
 
 
 def open_transfers(

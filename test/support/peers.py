@@ -54,7 +54,7 @@ def load_from(
 ) -> LoadPages:
     """A load of pages that a peer has offered."""
     hashes = save_order(0, pages, numbers).hashes
-    return LoadPages(transfer, array(INT32, pages).tobytes(), hashes, b"", source, offer)
+    return LoadPages(transfer, array(INT32, pages).tobytes(), hashes, b"", (), source, offer)
 
 
 def stage_of(plan: StagePlan, layer: int) -> int:

@@ -13,6 +13,7 @@ from sgl_pipeline.kv_store.object_files import ObjectFiles
 from sgl_pipeline.kv_store.object_names import namespace_digest, object_name
 from sgl_pipeline.kv_store.page_store import ObjectStore, PageStore
 from sgl_pipeline.kv_store.store_folder import open_folder
+from sgl_pipeline.object_layers import Cuts, object_layers
 from sgl_pipeline.page_record import PageRecord
 
 NUM_LAYERS = 3
@@ -43,30 +44,43 @@ def open_store(
     return FileStore(folder, digest, NUM_LAYERS, bounds, **times), ObjectFiles(folder, guard)
 
 
-def write_objects(objects: ObjectStore, number: int, digest: str = DIGEST) -> PageRecord:
-    """The record to commit of a page whose objects it writes."""
-    written = []
-    for layer in range(NUM_LAYERS):
-        content = page_content(number, layer)
-        name = object_name(page_hash(number), digest, layer)
-        written.append(objects.write(name, [content[:40], content[40:]]))
-    sizes, checksums = zip(*written, strict=True)
-    return PageRecord(page_hash(number), sizes, array.array("I", checksums).tobytes())
+def write_objects(
+    objects: ObjectStore, number: int, digest: str = DIGEST, cuts: Cuts | None = None
+) -> PageRecord:
+    """The record to commit of a page whose objects it writes, by default as two stages do where
+    layers can be grouped."""
+    if cuts is None:
+        cuts = (0, 1) if objects.groups_layers else ()
+    checksums = array.array("I")
+    for layers in object_layers(cuts, NUM_LAYERS):
+        contents = [page_content(number, layer) for layer in layers]
+        checksums.extend(objects.write(object_name(page_hash(number), digest, layers), contents))
+    return PageRecord(page_hash(number), (96,) * NUM_LAYERS, checksums.tobytes(), cuts)
 
 
-def save_page(store: PageStore, objects: ObjectStore, number: int, digest: str = DIGEST) -> None:
-    store.commit([write_objects(objects, number, digest)])
+def save_page(
+    store: PageStore,
+    objects: ObjectStore,
+    number: int,
+    digest: str = DIGEST,
+    cuts: Cuts | None = None,
+) -> None:
+    store.commit([write_objects(objects, number, digest, cuts)])
 
 
 def read_page(objects: ObjectStore, record: PageRecord) -> list[bytes]:
-    """What the objects of a page hold. Raises BrokenObject."""
+    """The content of each layer of a page. Raises BrokenObject."""
     checksums = array.array("I", record.checksums)
-    contents = []
-    for layer, (size, checksum) in enumerate(zip(record.sizes, checksums, strict=True)):
-        buffer = bytearray(size)
-        objects.read_into(object_name(record.page_hash, DIGEST, layer), buffer, size, checksum)
-        contents.append(bytes(buffer))
-    return contents
+    contents = [bytearray(size) for size in record.sizes]
+    for layers in record.objects:
+        of_object = slice(layers.start, layers.stop)
+        objects.read_into(
+            object_name(record.page_hash, DIGEST, layers),
+            contents[of_object],
+            checksums[of_object],
+            sum(record.sizes[of_object]),
+        )
+    return [*map(bytes, contents)]
 
 
 def contents_of(number: int) -> list[bytes]:

@@ -8,11 +8,13 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 from support.kept_pages import KeptPages
 from support.pipelines import NO_TIME, make_request, new_scheduler
 
+from sgl_pipeline.object_layers import object_parts, written_runs
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import RecoveryLog
@@ -53,8 +55,11 @@ def right_output(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@dataclass
 class MemoryStore(KeptPages[Slots]):
     """Shared by all servers of a test."""
+
+    groups_layers: bool = True
 
 
 def empty_pages(num_pages: int) -> list[Slots]:
@@ -166,11 +171,11 @@ class StoredStage:
     ) -> PagesSaved:
         checksums = array(UINT32)
         for page, page_hash in [*zip(pages, hashes, strict=True)][:count]:
-            for layer in self.layers:
-                slots = self._slots[layer][page]
-                assert None not in slots
-                self._store.objects[page_hash, layer] = slots[:]
-                checksums.append(checksum(slots))
+            for run in written_runs(self.layers, is_grouped=self._store.groups_layers):
+                contents = [self._slots[layer][page][:] for layer in run]
+                assert not any(None in slots for slots in contents)
+                self._store.objects[page_hash, run] = contents
+                checksums.extend(map(checksum, contents))
         return PagesSaved(
             stage=self.stage,
             transfer=order.transfer,
@@ -179,6 +184,7 @@ class StoredStage:
             sizes=(8,) * len(self.layers),
             checksums=checksums.tobytes(),
             busy_s=0.01,
+            is_grouped=self._store.groups_layers,
             message="" if count == len(pages) else "no space",
         )
 
@@ -186,16 +192,15 @@ class StoredStage:
         checksums = array(UINT32, order.checksums)
         num_pages, is_broken = 0, False
         for index, (page, page_hash) in enumerate(zip(pages, hashes, strict=True)):
-            objects = [self._store.objects.get((page_hash, layer)) for layer in self.layers]
+            contents: list[Slots] = []
+            for part in object_parts(order.cuts[index], (1,) * NUM_LAYERS, self.layers):
+                contents += self._store.part(page_hash, part) or []
             due = checksums[index * NUM_LAYERS :][self.layers.start : self.layers.stop]
-            if any(
-                one is None or checksum(one) != crc for one, crc in zip(objects, due, strict=True)
-            ):
+            if [*map(checksum, contents)] != [*due]:
                 is_broken = True
                 break
-            for layer, one in zip(self.layers, objects, strict=True):
-                assert one is not None
-                self._slots[layer][page] = one[:]
+            for layer, slots in zip(self.layers, contents, strict=True):
+                self._slots[layer][page] = slots[:]
             num_pages += 1
         return PagesLoaded(
             stage=self.stage,

@@ -81,6 +81,11 @@ class KvPool:
         return sum(memory.num_bytes for memory in (*self._memory.values(), *self._spare))
 
     @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page of each layer of the model, whether it has pages here or not."""
+        return tuple(shape.page_bytes for shape in self._shapes)
+
+    @property
     def padding_page(self) -> int:
         """Its id."""
         assert self._has_padding_page, "a pool without a padding page"

@@ -7,10 +7,10 @@ was withdrawn or forgotten its pages may be written again, and the network is ne
 
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sgl_pipeline.pp_runner.page_store.pool_pages import PageCopies, PoolPages
+from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies, PoolPages
 from sgl_pipeline.wire.peer_messages import (
     FRAME_BYTES,
     Answer,
@@ -48,9 +48,14 @@ class _NotReadable(Exception):
 
 
 class OfferedPages:
-    """At first there are none."""
+    """At first there are none.
 
-    def __init__(self) -> None:
+    Args:
+        sizes: bytes of a page of each layer of the model.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
         self._held: _Held | None = None
         self._offers: dict[int, _Offer] = {}
         self._withdrawn: dict[int, None] = {}  # in the sequence of their ends
@@ -64,8 +69,10 @@ class OfferedPages:
 
     def hold(self, layers: range, pages: PoolPages) -> None:
         """The next offers are of `pages` of `layers`."""
+        all_bytes = sum(self._sizes[layer] for layer in layers)
+        frame_bytes = min(all_bytes, FRAME_BYTES + max(self._sizes))
         with self._lock:
-            self._held = _Held(layers, pages, pages.copies_out())
+            self._held = _Held(layers, pages, pages.copies_out(frame_bytes))
 
     def is_offered(self, number: int) -> bool:
         """True if an offer has been made and has not ended."""
@@ -97,35 +104,42 @@ class OfferedPages:
 
     def read(self, request: ReadPages, index: int, first: int) -> Answer:
         """The next layers, from `first` on, of the page at `index` of a request; or the reason for
-        which they cannot be read, or not yet."""
-        content, end = bytearray(), first
+        which they cannot be read, or not yet. The content stays as it is until the next call."""
+        held, num_bytes, layer = self._held, 0, first
+        content: Bytes | None = None
         try:
-            while end < request.layers[1] and len(content) < FRAME_BYTES:
-                content += self._copy(request, index, end)
-                end += 1
+            while layer < request.layers[1] and num_bytes < FRAME_BYTES:
+                with self._lock:
+                    page, steps = self._page_of(request, index, layer)
+                    if held is None or held is not self._held:
+                        return NotYet()  # forgotten and offered again, since the first layer
+                    if content is None:
+                        held.copies.begin(steps)
+                        content = held.copies.buffer()
+                    held.copies.copy(layer, page, content, num_bytes)
+                num_bytes += self._sizes[layer]
+                layer += 1
         except _NotReadable as reason:
             return reason.answer
-        return PageFrame(index, (first, end), zlib.crc32(content), memoryview(content))
-
-    def _copy(self, request: ReadPages, index: int, layer: int) -> memoryview:
-        """An object, which stays as it is until the next call. Raises _NotReadable."""
-        with self._lock:
-            offer = self._offer_of(request)
-            held = self._held
-            assert held is not None
-            page = offer.pages.get(request.hash_of(index))
-            if page is None:
-                name = request.hash_of(index).hex()
-                raise _NotReadable(Refused(f"page {name} is no part of offer {request.offer}"))
-            if layer not in held.layers:
-                raise _NotReadable(Refused(
-                    f"layer {layer} is not here, but {held.layers.start} to {held.layers.stop - 1}"
-                ))  # fmt: skip
-            held.copies.begin(offer.steps)
-            buffer = held.copies.buffer()
-            held.copies.copy(layer, page, buffer)
+        assert held is not None and content is not None
         held.copies.wait()
-        return buffer.data[: held.pages.object_bytes(layer)]
+        frame = content.data[:num_bytes]
+        return PageFrame(index, (first, layer), zlib.crc32(frame), frame)
+
+    def _page_of(self, request: ReadPages, index: int, layer: int) -> tuple[int, object]:
+        """A page that is offered, and the steps that it comes after. Raises _NotReadable."""
+        offer = self._offer_of(request)
+        page = offer.pages.get(request.hash_of(index))
+        if page is None:
+            name = request.hash_of(index).hex()
+            raise _NotReadable(Refused(f"page {name} is no part of offer {request.offer}"))
+        held = self._held
+        assert held is not None
+        if layer not in held.layers:
+            raise _NotReadable(Refused(
+                f"layer {layer} is not here, but {held.layers.start} to {held.layers.stop - 1}"
+            ))  # fmt: skip
+        return page, offer.steps
 
     def _offer_of(self, request: ReadPages) -> _Offer:
         offer = self._offers.get(request.offer)

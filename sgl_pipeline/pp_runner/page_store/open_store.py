@@ -13,13 +13,22 @@ from sgl_pipeline.wire.store_orders import StorePlace
 class ClosedStore:
     """A store that cannot be used from here: each transfer fails, and says why."""
 
+    groups_layers = False
+
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def write(self, name: str, buffers: Sequence[Buffer]) -> tuple[int, int]:
+    def write(self, name: str, parts: Sequence[Buffer]) -> list[int]:
         raise StoreError(self._reason)
 
-    def read_into(self, name: str, buffer: Buffer, num_bytes: int, checksum: int) -> None:
+    def read_into(
+        self,
+        name: str,
+        parts: Sequence[Buffer],
+        checksums: Sequence[int],
+        num_bytes: int,
+        offset: int = 0,
+    ) -> None:
         raise StoreError(self._reason)
 
     def delete(self, name: str) -> bool:

@@ -30,13 +30,13 @@ class PageBytes(PageParts[Bytes]):
         for part, place in self.places(layer, page):
             part[:] = content[place]
 
-    def copies_in(self) -> PageCopies:
+    def copies_in(self, buffer_bytes: int) -> PageCopies:
         """See `PoolPages`."""
-        return _CopiesAtOnce(self.copy_in, self.largest_object_bytes)
+        return _CopiesAtOnce(self.copy_in, buffer_bytes)
 
-    def copies_out(self) -> PageCopies:
+    def copies_out(self, buffer_bytes: int) -> PageCopies:
         """See `PoolPages`."""
-        return _CopiesAtOnce(self.copy_out, self.largest_object_bytes)
+        return _CopiesAtOnce(self.copy_out, buffer_bytes)
 
     def steps_so_far(self) -> None:
         """None: on a CPU a step is over when it was launched."""
@@ -48,9 +48,9 @@ class PageBytes(PageParts[Bytes]):
 class _CopiesAtOnce:
     """`PageCopies` that are over when `copy` returns."""
 
-    def __init__(self, copy: Callable[[int, int, Bytes], None], num_bytes: int) -> None:
+    def __init__(self, copy: Callable[[int, int, Bytes], None], buffer_bytes: int) -> None:
         self._copy = copy
-        self._buffer = np.empty(num_bytes, dtype=np.uint8)
+        self._buffer = np.empty(buffer_bytes, dtype=np.uint8)
 
     def begin(self, steps: None) -> None:
         """Nothing: the steps are over."""
@@ -58,8 +58,8 @@ class _CopiesAtOnce:
     def buffer(self) -> Bytes:
         return self._buffer
 
-    def copy(self, layer: int, page: int, content: Bytes) -> None:
-        self._copy(layer, page, content)
+    def copy(self, layer: int, page: int, content: Bytes, start: int) -> None:
+        self._copy(layer, page, content[start:])
 
     def wait(self) -> None:
         """Nothing: the copies are over."""

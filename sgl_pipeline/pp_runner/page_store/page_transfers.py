@@ -9,6 +9,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.kv_store.page_store import ObjectStore
@@ -68,7 +69,7 @@ class PageTransfers:
         self._open_store = open_store or StageStores().open
         self._pages_of = _way_to_pages(kv_pool)
         self._run_directory = site.run_directory
-        self._offers = StageOffers(site, self._own_pages)
+        self._offers = StageOffers(site, kv_pool.page_bytes, self._own_pages)
         # Of the newest `UseStore`.
         self._use = UseStore(None)
         self._sessions: dict[str, StoreSession] = {}  # by source
@@ -155,24 +156,31 @@ class PageTransfers:
         os.close(self._news)
 
     def _own_pages(self) -> tuple[range, PoolPages]:
+        """The layers of the stage, and their pages."""
         layers = self._plan().layers_of(self._stage)
         return layers, self._pages_of(layers)
 
     def _begin_sessions(self) -> None:
         if self._use.place is None and not self._use.peers:
             return
-        layers, pages = self._own_pages()
+        layers, sizes = self._plan().layers_of(self._stage), self._kv_pool.page_bytes
+        begin = partial(
+            StoreSession, self._stage, layers, sizes, self._pages_of(layers), done=self._take_done
+        )
         if (place := self._use.place) is not None:
-            store = self._open_store(place, [*map(pages.object_bytes, layers)])
-            source = StoredPages(store, place.digest, layers, pages.object_bytes)
-            jobs = TransferJobs(place.save_bytes_per_s)
-            self._sessions[""] = StoreSession(
-                self._stage, layers, pages, source, store, place.digest, jobs, self._take_done
+            store = self._open_store(place, [sizes[layer] for layer in layers])
+            self._sessions[""] = begin(
+                source=StoredPages(store, place.digest, layers, sizes),
+                store=store,
+                digest=place.digest,
+                jobs=TransferJobs(place.save_bytes_per_s),
             )
         for peer in self._use.peers:
-            read = PeerPages(peer, layers, pages.object_bytes, self._run_directory)
-            self._sessions[peer.name] = StoreSession(
-                self._stage, layers, pages, read, None, "", TransferJobs(math.inf), self._take_done
+            self._sessions[peer.name] = begin(
+                source=PeerPages(peer, layers, sizes, self._run_directory),
+                store=None,
+                digest=peer.digest,
+                jobs=TransferJobs(math.inf),
             )
 
     def _end_sessions(self) -> None:

@@ -18,7 +18,7 @@ from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
 from sgl_pipeline.errors import MalformedData, PeerLost, StoreError
 from sgl_pipeline.pp_runner.links.tcp_link import REDIAL_S, shake_hands, split_link
-from sgl_pipeline.pp_runner.page_store.page_source import LoadedObject
+from sgl_pipeline.pp_runner.page_store.page_source import LoadedLayers
 from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer
 from sgl_pipeline.wire.peer_messages import (
@@ -45,34 +45,34 @@ class PeerPages:
 
     Args:
         layers: of the stage that reads.
-        object_bytes: gives the bytes of an object of a layer.
+        sizes: bytes of a page of each layer of the model.
     """
 
     def __init__(
         self,
         place: PeerPlace,
         layers: range,
-        object_bytes: Callable[[int], int],
+        sizes: Sequence[int],
         run_directory: str,
     ) -> None:
         self._place, self._layers = place, layers
-        self._object_bytes, self._run_directory = object_bytes, run_directory
+        self._sizes, self._run_directory = sizes, run_directory
         self._streams: dict[str, FramedStream] = {}  # by address
         self._is_interrupted = False
 
-    def read(self, job: PageTransfer, buffer: Callable[[], Bytes]) -> Iterator[LoadedObject]:
+    def read(self, job: PageTransfer, buffer: Callable[[], Bytes]) -> Iterator[LoadedLayers]:
         """See `PageSource`."""
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             runs = self._runs()
             for address, layers in runs:
                 self._ask(address, job, layers)
-            for index, page in enumerate(job.pages):
+            for index in range(len(job.pages)):
                 for address, layers in runs:
-                    for layer, content in self._objects(address, index, layers):
+                    for some, content in self._frames(address, index, layers):
                         room = buffer()
                         room[: len(content)] = np.frombuffer(content, dtype=np.uint8)
-                        yield LoadedObject(page, layer, room)
+                        yield LoadedLayers(index, some, room)
             on_error.pop_all()
 
     def interrupt(self) -> None:
@@ -135,8 +135,10 @@ class PeerPages:
                 raise self._lost(address, str(error)) from error
             time.sleep(REDIAL_S)
 
-    def _objects(self, address: str, index: int, layers: range) -> Iterator[tuple[int, memoryview]]:
-        """The objects of `layers` of the page at `index`, as they come. Raises StoreError."""
+    def _frames(
+        self, address: str, index: int, layers: range
+    ) -> Iterator[tuple[range, memoryview]]:
+        """Runs of `layers` of the page at `index`, as they come. Raises StoreError."""
         first = layers.start
         while first < layers.stop:
             frame = self._next_frame(address)
@@ -147,18 +149,16 @@ class PeerPages:
                     f"it sent layers {frame.layers} of page {frame.index}, when those from {first} "
                     f"on of page {index} were due",
                 )
-            sizes = [self._object_bytes(layer) for layer in range(first, end)]
-            if len(content) != sum(sizes):
+            num_bytes = sum(self._sizes[first:end])
+            if len(content) != num_bytes:
                 raise self._wrong(
                     address,
                     f"it sent {len(content)} bytes for layers {first} to {end - 1} of a page, "
-                    f"which have {sum(sizes)} here",
+                    f"which have {num_bytes} here",
                 )
             if zlib.crc32(content) != frame.checksum:
                 raise self._wrong(address, "a page was altered on its way: its checksum is another")
-            start = 0
-            for layer, size in zip(range(first, end), sizes, strict=True):
-                yield layer, content[start : (start := start + size)]
+            yield range(first, end), content
             first = end
 
     def _next_frame(self, address: str) -> PageFrame:

@@ -4,7 +4,7 @@ While pages of the stage's layers are on their way to it, its offers are held ba
 with the first offer: a server without peers has none.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from sgl_pipeline.errors import ProtocolError
@@ -25,12 +25,18 @@ class StageOffers:
     """Offers that were made, and those that are held back.
 
     Args:
+        sizes: bytes of a page of each layer of the model.
         own_pages: gives the layers that the stage has now, and the way to their pages.
     """
 
-    def __init__(self, site: PeerSite, own_pages: Callable[[], tuple[range, PoolPages]]) -> None:
+    def __init__(
+        self,
+        site: PeerSite,
+        sizes: Sequence[int],
+        own_pages: Callable[[], tuple[range, PoolPages]],
+    ) -> None:
         self._site, self._own_pages = site, own_pages
-        self._offered = OfferedPages()
+        self._offered = OfferedPages(sizes)
         self._server: PageServer | None = None
         self._held_back: dict[int, tuple[str, Mapping[bytes, int]]] = {}
 

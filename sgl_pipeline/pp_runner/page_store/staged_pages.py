@@ -55,14 +55,13 @@ class StagedPages(PageParts[torch.Tensor]):
         self._device = kv_pool.device
         self._loading, self._saving = loading, saving
 
-    def copies_in(self) -> PageCopies:
+    def copies_in(self, buffer_bytes: int) -> PageCopies:
         """See `PoolPages`."""
-        num_bytes = self.largest_object_bytes
-        return _StagedCopies(self._loading, self._copy_in, num_bytes, LOAD_BUFFERS)
+        return _StagedCopies(self._loading, self._copy_in, buffer_bytes, LOAD_BUFFERS)
 
-    def copies_out(self) -> PageCopies:
+    def copies_out(self, buffer_bytes: int) -> PageCopies:
         """See `PoolPages`."""
-        return _StagedCopies(self._saving, self._copy_out, self.largest_object_bytes, 1)
+        return _StagedCopies(self._saving, self._copy_out, buffer_bytes, 1)
 
     def steps_so_far(self) -> torch.cuda.Event:
         """See `PoolPages`."""
@@ -103,11 +102,11 @@ class _StagedCopies:
         self,
         stream: torch.cuda.Stream,
         copy: Callable[[int, int, torch.Tensor], None],
-        num_bytes: int,
+        buffer_bytes: int,
         num_buffers: int,
     ) -> None:
         self._stream, self._copy = stream, copy
-        self._buffers = [_Buffer(num_bytes) for _ in range(num_buffers)]
+        self._buffers = [_Buffer(buffer_bytes) for _ in range(num_buffers)]
         self._turns = cycle(self._buffers)
         self._current = self._buffers[0]
 
@@ -119,10 +118,10 @@ class _StagedCopies:
         self._current.copied.synchronize()
         return self._current.content
 
-    def copy(self, layer: int, page: int, content: Bytes) -> None:
+    def copy(self, layer: int, page: int, content: Bytes, start: int) -> None:
         assert content is self._current.content, "a buffer whose turn is over"
         with torch.cuda.stream(self._stream):
-            self._copy(layer, page, self._current.memory)
+            self._copy(layer, page, self._current.memory[start:])
         self._current.copied.record(self._stream)
 
     def wait(self) -> None:

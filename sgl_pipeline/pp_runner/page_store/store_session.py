@@ -2,21 +2,22 @@
 
 One loads from the store and one saves, and one loads from each peer, an object at a time, through
 buffers of its own. So a copy to or from the pool begins under a lock, and never while a store or a
-peer is waited for: ending a session waits for the copy of one object at most.
+peer is waited for: ending a session waits for the copy of one layer of a page at most.
 """
 
 import contextlib
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from sgl_pipeline.errors import BrokenObject, PeerLost, StoreError
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.kv_store.page_store import ObjectStore
+from sgl_pipeline.object_layers import written_runs
 from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
-from sgl_pipeline.pp_runner.page_store.page_source import PageSource
-from sgl_pipeline.pp_runner.page_store.pool_pages import PageCopies, PoolPages
+from sgl_pipeline.pp_runner.page_store.page_source import PageSource, layer_places
+from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies, PoolPages
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer, TransferJobs
 from sgl_pipeline.wire.store_orders import UINT32, PagesLoaded, PagesSaved, StoreReport
 
@@ -29,6 +30,7 @@ class StoreSession:
     """Transfers of `layers` of `stage` with the store, or from one peer.
 
     Args:
+        sizes: bytes of a page of each layer of the model.
         pages: those of `layers`.
         source: of the loads; the session closes it.
         store: for saves, into objects of `digest` (`StorePlace`); None: a peer takes none.
@@ -39,6 +41,7 @@ class StoreSession:
         self,
         stage: int,
         layers: range,
+        sizes: Sequence[int],
         pages: PoolPages,
         source: PageSource,
         store: ObjectStore | None,
@@ -46,18 +49,22 @@ class StoreSession:
         jobs: TransferJobs,
         done: Callable[[StoreReport], None],
     ) -> None:
-        self._stage, self._layers = stage, layers
+        self._stage, self._layers, self._sizes = stage, layers, sizes
         self._pages, self._source = pages, source
         self._store, self._digest = store, digest
+        self._is_grouped = store is None or store.groups_layers
+        # The layers of each object that it writes; no more come at once from its source.
+        self._written_runs = written_runs(layers, is_grouped=self._is_grouped)
         self._jobs, self._done = jobs, done
         self._is_over = False
         # The steps that the copies of a transfer come after.
         self._steps: dict[int, object] = {}
         # Guards the pool, the jobs and the end of the session.
         self._news = threading.Condition()
-        works = [("page loads", self._run_loads, pages.copies_in())]
+        buffer_bytes = max(map(self._num_bytes, self._written_runs))
+        works = [("page loads", self._run_loads, pages.copies_in(buffer_bytes))]
         if store is not None:
-            works.append(("page saves", self._run_saves, pages.copies_out()))
+            works.append(("page saves", self._run_saves, pages.copies_out(buffer_bytes)))
         self._threads = [
             threading.Thread(target=work, args=(copies,), name=name, daemon=True)
             for name, work, copies in works
@@ -130,25 +137,25 @@ class StoreSession:
             self._done(report)
 
     def _load(self, job: PageTransfer, copies: PageCopies) -> tuple[PagesLoaded, Exception | None]:
-        num_objects, failure = 0, None
+        num_pages, failure = 0, None
         started_s = time.monotonic()
         try:
             for num_begun in self._begin_load(job, copies):
-                num_objects = num_begun
+                num_pages = num_begun
         except _SessionOver:
             raise
         except Exception as error:
             failure = error
         copies.wait()  # an error of the device here is also the next step's
-        return self._loaded(job, num_objects, time.monotonic() - started_s, failure), failure
+        return self._loaded(job, num_pages, time.monotonic() - started_s, failure), failure
 
     def _begin_load(self, job: PageTransfer, copies: PageCopies) -> Iterator[int]:
-        """Begins the copies of a load, one by one; gives how many have begun."""
+        """Begins the copies of a load, page by page; gives how many pages have all theirs."""
         copies.begin(self._steps.pop(job.transfer))
-        for num_before, loaded in enumerate(self._source.read(job, copies.buffer)):
-            with self._unless_over():
-                copies.copy(loaded.layer, loaded.page, loaded.content)
-            yield num_before + 1
+        for index, layers, content in self._source.read(job, copies.buffer):
+            self._copy(layers, job.pages[index], copies, content)
+            if layers.stop == self._layers.stop:
+                yield index + 1
 
     def _save(self, job: PageTransfer, copies: PageCopies) -> PagesSaved:
         checksums, busy_s, failure = array(UINT32), 0.0, None
@@ -156,16 +163,15 @@ class StoreSession:
         try:
             copies.begin(self._steps.pop(job.transfer))
             for index, page in enumerate(job.pages):
-                for layer in self._layers:
-                    num_bytes = self._pages.object_bytes(layer)
+                for run in self._written_runs:
+                    self._await_save_turn(self._num_bytes(run))
+                    started_s = time.monotonic()
                     content = copies.buffer()
-                    with self._save_turn(num_bytes):
-                        started_s = time.monotonic()
-                        copies.copy(layer, page, content)
+                    self._copy(run, page, copies, content)
                     copies.wait()
-                    name = object_name(job.hash_of(index), self._digest, layer)
-                    _, checksum = self._store.write(name, [content.data[:num_bytes]])
-                    checksums.append(checksum)
+                    name = object_name(job.hash_of(index), self._digest, run)
+                    parts = [content[place].data for place in layer_places(run, self._sizes)]
+                    checksums.extend(self._store.write(name, parts))
                     busy_s += time.monotonic() - started_s
         except _SessionOver:
             raise
@@ -173,15 +179,25 @@ class StoreSession:
             failure = error
         return self._saved(job, checksums, busy_s, failure)
 
+    def _copy(self, layers: range, page: int, copies: PageCopies, content: Bytes) -> None:
+        """Begins the copies between a page of `layers` and a buffer, one by one: the thread of the
+        steps waits for the lock at times."""
+        for layer, place in zip(layers, layer_places(layers, self._sizes), strict=True):
+            with self._unless_over():
+                copies.copy(layer, page, content, place.start)
+
+    def _num_bytes(self, layers: range) -> int:
+        """Bytes of a page of `layers`."""
+        return sum(self._sizes[layers.start : layers.stop])
+
     def _loaded(
-        self, job: PageTransfer, num_objects: int, busy_s: float, failure: Exception | None
+        self, job: PageTransfer, num_pages: int, busy_s: float, failure: Exception | None
     ) -> PagesLoaded:
-        num_pages = num_objects // len(self._layers)
         return PagesLoaded(
             stage=self._stage,
             transfer=job.transfer,
             num_pages=num_pages,
-            num_bytes=num_pages * sum(map(self._pages.object_bytes, self._layers)),
+            num_bytes=num_pages * self._num_bytes(self._layers),
             busy_s=busy_s,
             is_broken=isinstance(failure, BrokenObject),
             message=_text(failure),
@@ -197,9 +213,10 @@ class StoreSession:
             transfer=job.transfer,
             num_pages=num_pages,
             layers=(self._layers.start, self._layers.stop),
-            sizes=tuple(map(self._pages.object_bytes, self._layers)),
+            sizes=tuple(self._sizes[self._layers.start : self._layers.stop]),
             checksums=checksums[: num_pages * num_layers].tobytes(),
             busy_s=busy_s,
+            is_grouped=self._is_grouped,
             message=_text(failure),
         )
 
@@ -210,15 +227,12 @@ class StoreSession:
                 self._wait(None)
             return job
 
-    @contextlib.contextmanager
-    def _save_turn(self, num_bytes: int) -> Iterator[None]:
-        """Waits until the save under way may write an object of this size; then as
-        `_unless_over`."""
+    def _await_save_turn(self, num_bytes: int) -> None:
+        """Waits until the save under way may write an object of this size."""
         with self._unless_over():
             while wait_s := self._jobs.save_wait_s(time.monotonic()):
                 self._wait(wait_s)
             self._jobs.save_begins(num_bytes, time.monotonic())
-            yield
 
     def _wait(self, timeout_s: float | None) -> None:
         self._news.wait(timeout_s)

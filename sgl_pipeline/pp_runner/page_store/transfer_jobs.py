@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.object_layers import Cuts, are_cuts
 from sgl_pipeline.page_hash import HASH_BYTES
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import UINT32, LoadPages, SavePages
@@ -21,13 +22,14 @@ CATCH_UP_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PageTransfer:
-    """A `LoadPages`, which has checksums [pages * layers of the model], none where it has a
-    `source`; or a `SavePages`, whose source is the store too."""
+    """A `LoadPages`, which has checksums [pages * layers of the model] and the cuts of each page,
+    but not where it has a `source`; or a `SavePages`, whose source is the store too."""
 
     transfer: int
     pages: "array[int]"
     hashes: bytes
     checksums: "array[int] | None" = None
+    cuts: tuple[Cuts, ...] = ()
     source: str = ""
     offer: int = 0
 
@@ -39,17 +41,18 @@ class PageTransfer:
         """The page hash of `pages[index]`."""
         return self.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
-    def checksum_of(self, index: int, layer: int) -> int:
-        """The CRC-32 of the object in the store that holds `layer` of `pages[index]`."""
+    def checksums_of(self, index: int, layers: range) -> "array[int]":
+        """The checksums of `layers` of `pages[index]` of a load from the store."""
         assert self.checksums is not None
-        return self.checksums[index * (len(self.checksums) // len(self.pages)) + layer]
+        first = index * (len(self.checksums) // len(self.pages))
+        return self.checksums[first + layers.start : first + layers.stop]
 
 
 def page_transfer(order: SavePages | LoadPages, num_pages: int, num_layers: int) -> PageTransfer:
     """The transfer of `order`, for a pool of `num_pages` and a model of `num_layers`.
 
-    Raises ProtocolError for pages that the pool does not have, and when its arrays do not have the
-    same number of pages.
+    Raises ProtocolError for pages that the pool does not have or whose cuts are none, and when its
+    arrays do not have the same number of pages.
     """
     title = f"transfer {order.transfer}"
     pages = named_pages(title, order.pages, order.hashes, num_pages)
@@ -61,7 +64,16 @@ def page_transfer(order: SavePages | LoadPages, num_pages: int, num_layers: int)
             f"{title} names {len(pages)} pages of {order.source or 'the store'}, with "
             f"{len(checksums)} checksums for {num_layers} layers"
         )
-    return PageTransfer(order.transfer, pages, order.hashes, checksums, order.source, order.offer)
+    cuts = order.cuts
+    if not order.source and not (
+        len(cuts) == len(pages) and all(are_cuts(one, num_layers) for one in cuts)
+    ):
+        raise ProtocolError(
+            f"{title} names {len(pages)} pages whose {num_layers} layers are cut {cuts}"
+        )
+    return PageTransfer(
+        order.transfer, pages, order.hashes, checksums, cuts, order.source, order.offer
+    )
 
 
 def named_pages(title: str, pages: bytes, hashes: bytes, num_pages: int) -> "array[int]":

@@ -110,13 +110,13 @@ def test_dynamic(tmp_path: Path, interface: int) -> None:
 
 def check_faults(place: StorePlace) -> None:
     client = StorageClient(place.address)
-    size, checksum = client.write("name", [bytes(5000)])
+    (checksum,) = client.write("name", [bytes(5000)])
     with pytest.raises(BrokenObject, match="altered"):
-        client.read_into("name", bytearray(size), size, checksum ^ 1)
+        client.read_into("name", [bytearray(5000)], [checksum ^ 1], 5000)
     with pytest.raises(BrokenObject, match="bytes"):
-        client.read_into("name", bytearray(9000), 9000, checksum)
+        client.read_into("name", [bytearray(9000)], [checksum], 9000)
     with pytest.raises(BrokenObject, match="missing"):
-        client.read_into("other", bytearray(size), size, checksum)
+        client.read_into("other", [bytearray(5000)], [checksum], 5000)
     with pytest.raises(StoreError, match="a chunk holds 8192"):
         client.write("large", [bytes(8193)])
     with pytest.raises(StoreError, match="did not take object refused"):
@@ -158,7 +158,7 @@ def test_upstreams_file_backend_and_a_process_that_comes_back(
     }
     with storage_process(tmp_path, "dynamic", config) as place:
         check_pages_come_back(place)
-        name = object_name(page_hash(1), DIGEST, 0)
+        name = object_name(page_hash(1), DIGEST, range(1))
         assert (tmp_path / "pages" / f"{name}_{DIGEST}.bin").stat().st_size == 8192
         store, objects = ends(place)
         (record,) = store.lookup([page_hash(1)])

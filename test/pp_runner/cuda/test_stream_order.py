@@ -140,7 +140,7 @@ def save_pages(streams: EmulatedStreams) -> None:
     that is reported."""
     pool = KvPool(range(2), SHAPES, NUM_PAGES)
     pages = StagedPool(pool).pages_of(range(2))
-    copies = pages.copies_out()
+    copies = pages.copies_out(2 * SHAPE.page_bytes)
     for _ in range(2):
         streams.launch("a step", (), pool.pages(0))
         steps = pages.steps_so_far()
@@ -148,7 +148,8 @@ def save_pages(streams: EmulatedStreams) -> None:
         copies.begin(steps)
         for page in range(3):
             content, memory = next_buffer(copies)
-            copies.copy(0, page, content)
+            copies.copy(0, page, content, 0)
+            copies.copy(0, page + 1, content, SHAPE.page_bytes)
             copies.wait()
             memory.tolist()
 
@@ -157,7 +158,7 @@ def load_pages(streams: EmulatedStreams) -> None:
     """Pages of layer 0, which steps have used, are filled and then read by steps."""
     pool = KvPool(range(2), SHAPES, NUM_PAGES)
     pages = StagedPool(pool).pages_of(range(2))
-    copies = pages.copies_in()
+    copies = pages.copies_in(2 * SHAPE.page_bytes)
     for _ in range(2):
         streams.launch("a step", pool.pages(0))
         steps = pages.steps_so_far()
@@ -166,7 +167,8 @@ def load_pages(streams: EmulatedStreams) -> None:
         for page in range(2 * LOAD_BUFFERS):
             content, memory = next_buffer(copies)
             memory.fill_(page)
-            copies.copy(0, page, content)
+            copies.copy(0, page, content, 0)
+            copies.copy(0, page + 1, content, SHAPE.page_bytes)
         copies.wait()
         streams.launch("a step with what was loaded", pool.pages(0))
 
@@ -177,9 +179,10 @@ def end_transfers(streams: EmulatedStreams) -> None:
     staged = StagedPool(pool)
     for _ in range(2):
         pages = staged.pages_of(range(2))
-        for copies, layer in ((pages.copies_in(), 0), (pages.copies_out(), 1)):
+        size = SHAPE.page_bytes
+        for copies, layer in ((pages.copies_in(size), 0), (pages.copies_out(size), 1)):
             copies.begin(pages.steps_so_far())
-            copies.copy(layer, 1, copies.buffer())
+            copies.copy(layer, 1, copies.buffer(), 0)
         pages.let_steps_follow()
         streams.launch("a step", (), [*pool.pages(0), *pool.pages(1)])
 
@@ -384,6 +387,31 @@ def test_what_is_forgotten_is_a_race(
     work: Work, broken: Callable[[pytest.MonkeyPatch], None], race: str
 ) -> None:
     assert race in races_of(work, broken)
+
+
+def test_a_layer_is_copied_to_its_place_in_a_buffer() -> None:
+    """In a CPU's memory, where copies are over at once."""
+    shapes = SPEC.attention_shapes(PAGE_SIZE, torch.bfloat16, torch.device("cpu"))
+    pool, size = KvPool(range(2), shapes, NUM_PAGES), shapes[0].page_bytes
+    for layer in range(2):
+        for part in pool.rows(layer):
+            part.copy_(torch.randint(256, part.shape, dtype=torch.uint8))
+
+    def content_of(layer: int, page: int) -> bytes:
+        return b"".join(part[page].numpy().tobytes() for part in pool.rows(layer))
+
+    with EmulatedStreams().watching():
+        pages = StagedPool(pool).pages_of(range(2))
+        saves, loads = pages.copies_out(2 * size), pages.copies_in(2 * size)
+        saved, loaded = saves.buffer(), loads.buffer()
+        for layer, start in ((0, size), (1, 0)):
+            saves.copy(layer, 3, saved, start)
+        loaded[:] = saved
+        for layer, start in ((0, size), (1, 0)):
+            loads.copy(layer, 5, loaded, start)
+    assert saved.tobytes() == content_of(1, 3) + content_of(0, 3)
+    for layer in range(2):
+        assert content_of(layer, 5) == content_of(layer, 3)
 
 
 @pytest.mark.parametrize("work", [save_pages, load_pages, end_transfers])

@@ -46,8 +46,9 @@ def start(kv_pool: KvPool, store: MemoryStore) -> PageTransfers:
     return transfers
 
 
-def saved_store() -> tuple[KvPool, MemoryStore, list[int]]:
-    kv_pool, store = filled_pool(range(3), shapes_of(torch.bfloat16), 1), MemoryStore()
+def saved_store(*, groups_layers: bool = False) -> tuple[KvPool, MemoryStore, list[int]]:
+    kv_pool = filled_pool(range(3), shapes_of(torch.bfloat16), 1)
+    store = MemoryStore(groups_layers=groups_layers)
     transfers = start(kv_pool, store)
     transfers.obey(save_order(1, PAGES, NUMBERS))
     (report,) = await_reports(transfers)
@@ -64,11 +65,22 @@ def test_a_save_writes_what_its_copies_brought() -> None:
     assert calls == ["begin behind 1", *("copy", "wait") * OBJECTS]
 
 
-def test_a_load_is_reported_when_all_its_copies_are_over() -> None:
-    source, store, checksums = saved_store()
+def test_an_object_of_several_layers_is_written_when_all_its_copies_are_over() -> None:
+    kv_pool, store, _ = saved_store(groups_layers=True)
+    assert [*store.objects.values()] == [
+        b"".join(page_content(kv_pool, layer, page) for layer in range(3)) for page in PAGES
+    ]
+    calls = LatePages.newest.calls_of("page saves")
+    assert calls == ["begin behind 1", *("copy", "copy", "copy", "wait") * len(PAGES)]
+
+
+@pytest.mark.parametrize("groups_layers", [False, True])
+def test_a_load_is_reported_when_all_its_copies_are_over(groups_layers: bool) -> None:
+    source, store, checksums = saved_store(groups_layers=groups_layers)
     target = filled_pool(range(3), shapes_of(torch.bfloat16), 2)
     transfers = start(target, store)
-    transfers.obey(load_order(1, PAGES, NUMBERS, checksums))
+    cuts = (0,) if groups_layers else ()
+    transfers.obey(load_order(1, PAGES, NUMBERS, checksums, cuts))
     (report,) = await_reports(transfers)
     assert report.num_pages == len(PAGES)
     for layer in range(3):

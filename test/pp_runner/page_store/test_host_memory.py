@@ -110,6 +110,7 @@ class Server:
             array(INT32, pages[: len(found)]).tobytes(),
             b"".join(record.page_hash for record in found),
             b"".join(record.checksums for record in found),
+            tuple(record.cuts for record in found),
         )
         for stage in self.stages:
             stage.obey(order)

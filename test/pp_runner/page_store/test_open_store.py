@@ -26,7 +26,7 @@ PLAN = StagePlan(0, (2,))
 
 def test_pages_go_to_files_and_come_back(tmp_path: Path) -> None:
     place = msgspec.structs.replace(PLACE, backend="file", address=str(tmp_path / "kv"))
-    shapes = shapes_of(torch.int8)
+    shapes = shapes_of(torch.int8, num_layers=2)
     source, target = filled_pool(range(2), shapes, 1), filled_pool(range(2), shapes, 2)
     pages = [*range(source.num_pages)]
     there = PageTransfers(0, source, lambda: PLAN, lambda: True, NOWHERE)
@@ -36,12 +36,13 @@ def test_pages_go_to_files_and_come_back(tmp_path: Path) -> None:
     assert saved.message == "" and saved.num_pages == len(pages)
     back = PageTransfers(0, target, lambda: PLAN, lambda: True, NOWHERE)
     back.obey(UseStore(place))
-    back.obey(load_order(1, pages, pages, checksums_of(saved)))
+    assert len([*tmp_path.glob("kv/*.bin")]) == len(pages)
+    back.obey(load_order(1, pages, pages, checksums_of(saved), (0,)))
     assert await_reports(back)[0].message == ""
     assert pool_content(source) == pool_content(target)
-    last = sorted(tmp_path.glob("kv/*_L1-2_H0.bin"))[-1]
+    last = sorted(tmp_path.glob("kv/*_L0-2_H0.bin"))[-1]
     last.write_bytes(last.read_bytes()[:-1])
-    back.obey(load_order(2, pages, pages, checksums_of(saved)))
+    back.obey(load_order(2, pages, pages, checksums_of(saved), (0,)))
     (report,) = await_reports(back)
     assert isinstance(report, PagesLoaded)
     assert (report.num_pages, report.is_broken) == (len(pages) - 1, True)

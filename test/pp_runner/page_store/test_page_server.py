@@ -322,9 +322,8 @@ def test_copies_of_a_gpu_come_after_the_steps_before_the_offer_and_before_those_
     assert reading.load(4, TARGETS, NUMBERS)[0].message == ""
     assert_equal_to(reading, offering)
     of_server = pages.calls_of("page server")
-    assert (
-        of_server == ["begin behind 2", "copy", "wait"] * 3 + ["begin behind 1", "copy", "wait"] * 9
-    )
+    of_frame = ["copy", "copy", "copy", "wait"]
+    assert of_server == ["begin behind 2", *of_frame, *["begin behind 1", *of_frame] * 3]
     assert "steps follow" not in [call for _, call in pages.calls]
     offering.withdraw(4)
     assert pages.calls[-1] == (threading.current_thread().name, "steps follow")
@@ -345,7 +344,7 @@ def test_the_thread_uses_every_core_of_the_stage(
     monkeypatch.setattr(
         page_server, "use_every_core", lambda: asked.append(threading.current_thread().name)
     )
-    server = PageServer(OfferedPages(), hosts.directory, "offers-7")
+    server = PageServer(OfferedPages((1,)), hosts.directory, "offers-7")
     server.close()
     assert asked == ["page server"]
 

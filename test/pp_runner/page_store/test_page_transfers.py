@@ -4,8 +4,10 @@ import os
 import select
 import threading
 import time
+import zlib
 from random import Random
 
+import msgspec
 import pytest
 import torch
 from support.page_transfers import (
@@ -18,6 +20,7 @@ from support.page_transfers import (
     checksums_of,
     filled_pool,
     hash_of,
+    layer_object,
     load_order,
     open_transfers,
     page_content,
@@ -28,6 +31,7 @@ from support.page_transfers import (
 
 from sgl_pipeline.errors import ProtocolError, StoreFull
 from sgl_pipeline.kv_store.object_names import object_name
+from sgl_pipeline.object_layers import cuts_of, object_parts
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base import compute_threads
 from sgl_pipeline.pp_runner.page_store import transfer_jobs
@@ -40,32 +44,54 @@ PAGES, NUMBERS = [5, 0, 7], [11, 12, 13]
 
 
 class Saved:
-    """A pool of all three layers whose PAGES are in a store."""
+    """A pool of all three layers whose PAGES are in a store.
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.shapes, self.store = shapes_of(dtype), MemoryStore()
+    Args:
+        counts: of the layers of each stage that has saved them; an object has all of a stage. By
+            default one stage did, and an object has one layer.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, counts: tuple[int, ...] | None = None
+    ) -> None:
+        self.shapes = shapes_of(dtype)
+        self.store = MemoryStore(groups_layers=counts is not None)
         self.kv_pool = filled_pool(range(3), self.shapes, 1)
-        transfers = open_transfers(self.kv_pool, WHOLE, 0, self.store)
-        transfers.obey(UseStore(PLACE))
-        transfers.obey(save_order(1, PAGES, NUMBERS))
-        (report,) = await_reports(transfers)
-        assert isinstance(report, PagesSaved)
-        self.report = report
-        transfers.close()
+        self.reports: list[PagesSaved] = []
+        plan = StagePlan(0, counts or (3,))
+        for stage in range(plan.num_stages):
+            transfers = open_transfers(self.kv_pool, plan, stage, self.store)
+            transfers.obey(UseStore(PLACE))
+            transfers.obey(save_order(1, PAGES, NUMBERS))
+            (report,) = await_reports(transfers)
+            assert isinstance(report, PagesSaved)
+            self.reports.append(report)
+            transfers.close()
+        runs = [plan.layers_of(stage) for stage in range(plan.num_stages)]
+        self.cuts = cuts_of(runs) if counts else ()
 
     @property
     def checksums(self) -> list[int]:
-        return checksums_of(self.report)
+        return [
+            checksum
+            for index in range(len(PAGES))
+            for report in self.reports
+            for checksum in checksums_of(report)[index * len(report.sizes) :][: len(report.sizes)]
+        ]
+
+    def part(self, number: int, layer: int) -> tuple[str, int]:
+        """The object that has a layer of a page, and where the layer begins in it."""
+        sizes = [shape.page_bytes for shape in self.shapes]
+        (part,) = object_parts(self.cuts, sizes, range(layer, layer + 1))
+        return object_name(hash_of(number), DIGEST, part.object_layers), part.offset
 
     def change(self, number: int, layer: int, content: bytes | None) -> None:
-        name = object_name(hash_of(number), DIGEST, layer)
+        """Replaces the object that has a layer of a page, or removes it."""
+        name, _ = self.part(number, layer)
         if content is None:
             del self.store.objects[name]
         else:
             self.store.objects[name] = content
-
-    def content(self, number: int, layer: int) -> bytes:
-        return self.store.objects[object_name(hash_of(number), DIGEST, layer)]
 
 
 def start(
@@ -82,27 +108,48 @@ def test_a_save_writes_an_object_for_each_page_and_layer(dtype: torch.dtype) -> 
     assert len(saved.store.objects) == 9
     for page, number in zip(PAGES, NUMBERS, strict=True):
         for layer in range(3):
-            assert saved.content(number, layer) == page_content(saved.kv_pool, layer, page)
-    report = saved.report
+            content = saved.store.objects[layer_object(number, layer)]
+            assert content == page_content(saved.kv_pool, layer, page)
+    (report,) = saved.reports
     assert (report.stage, report.transfer, report.num_pages, report.message) == (0, 1, 3, "")
-    assert report.layers == (0, 3)
+    assert (report.layers, report.is_grouped) == ((0, 3), False)
     assert report.sizes == tuple(shape.page_bytes for shape in saved.shapes)
     assert saved.checksums == saved.store.checksums(NUMBERS, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_a_save_writes_an_object_for_each_page_where_layers_are_grouped(
+    dtype: torch.dtype,
+) -> None:
+    saved = Saved(dtype, (1, 2))
+    assert len(saved.store.objects) == 6
+    for page, number in zip(PAGES, NUMBERS, strict=True):
+        contents = [page_content(saved.kv_pool, layer, page) for layer in range(3)]
+        for layers in (range(1), range(1, 3)):
+            content = saved.store.objects[object_name(hash_of(number), DIGEST, layers)]
+            assert content == b"".join(contents[layers.start : layers.stop])
+    first, second = saved.reports
+    assert (first.layers, second.layers) == ((0, 1), (1, 3))
+    assert first.is_grouped and second.is_grouped
+    assert second.sizes == tuple(shape.page_bytes for shape in saved.shapes[1:])
+    page_checksums = [zlib.crc32(content) for content in contents]
+    assert saved.checksums[-3:] == page_checksums
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("counts", [(3,), (1, 2), (2, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("saved_by", [None, (3,), (1, 2), (2, 1), (1, 1, 1)], ids=str)
 def test_stages_of_another_split_load_their_layers(
-    dtype: torch.dtype, counts: tuple[int, ...]
+    dtype: torch.dtype, counts: tuple[int, ...], saved_by: tuple[int, ...] | None
 ) -> None:
-    saved, plan = Saved(dtype), StagePlan(4, counts)
+    saved, plan = Saved(dtype, saved_by), StagePlan(4, counts)
     targets = [2, 6, 3]
     for stage in range(plan.num_stages):
         layers = plan.layers_of(stage)
         kv_pool = filled_pool(layers, saved.shapes, 2)
         before = pool_content(kv_pool)
         transfers = start(kv_pool, saved.store, plan, stage)
-        transfers.obey(load_order(9, targets, NUMBERS, saved.checksums))
+        transfers.obey(load_order(9, targets, NUMBERS, saved.checksums, saved.cuts))
         (report,) = await_reports(transfers)
         assert isinstance(report, PagesLoaded)
         assert (report.stage, report.num_pages, report.message) == (stage, 3, "")
@@ -118,27 +165,50 @@ def test_stages_of_another_split_load_their_layers(
         transfers.close()
 
 
+def test_the_pages_of_one_load_may_be_cut_in_several_ways() -> None:
+    saved, others = Saved(counts=(1, 2)), Saved(counts=(2, 1))
+    saved.store.objects = {
+        name: content
+        for one in (saved, others)
+        for name, content in one.store.objects.items()
+        if name.startswith(hash_of(NUMBERS[1]).hex()) is (one is others)
+    }
+    kv_pool = filled_pool(range(3), saved.shapes, 2)
+    transfers = start(kv_pool, saved.store)
+    order = load_order(2, [1, 2, 3], NUMBERS, saved.checksums)
+    cuts = (saved.cuts, others.cuts, saved.cuts)
+    transfers.obey(msgspec.structs.replace(order, cuts=cuts))
+    assert await_reports(transfers)[0].num_pages == 3
+    for layer in range(3):
+        for target, page in zip((1, 2, 3), PAGES, strict=True):
+            content = page_content(kv_pool, layer, target)
+            assert content == page_content(saved.kv_pool, layer, page)
+    transfers.close()
+
+
 @pytest.mark.parametrize("layer", range(3))
 @pytest.mark.parametrize("harm", ["missing", "short", "long", "flipped"])
 @pytest.mark.parametrize("good_pages", range(3))
+@pytest.mark.parametrize("saved_by", [None, (3,), (1, 2)], ids=str)
 def test_a_broken_object_ends_a_load_behind_the_good_prefix(
-    good_pages: int, harm: str, layer: int
+    saved_by: tuple[int, ...] | None, good_pages: int, harm: str, layer: int
 ) -> None:
-    saved = Saved()
+    saved = Saved(counts=saved_by)
     number = NUMBERS[good_pages]
-    content = saved.content(number, layer)
+    name, first = saved.part(number, layer)
+    content, at = saved.store.objects[name], first + 9
     changed = {
         "missing": None,
         "short": content[:-1],
         "long": content + b"!",
-        "flipped": content[:9] + bytes([content[9] ^ 1]) + content[10:],
+        "flipped": content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :],
     }
     checksums = saved.checksums
     saved.change(number, layer, changed[harm])
     kv_pool = filled_pool(range(3), saved.shapes, 2)
     transfers = start(kv_pool, saved.store)
     broken_page = page_content(kv_pool, layer, PAGES[good_pages])
-    transfers.obey(load_order(2, PAGES, NUMBERS, checksums))
+    transfers.obey(load_order(2, PAGES, NUMBERS, checksums, saved.cuts))
     (report,) = await_reports(transfers)
     assert isinstance(report, PagesLoaded)
     assert (report.num_pages, report.is_broken) == (good_pages, True)
@@ -148,6 +218,21 @@ def test_a_broken_object_ends_a_load_behind_the_good_prefix(
     for page in PAGES[:good_pages]:
         assert page_content(kv_pool, layer, page) == page_content(saved.kv_pool, layer, page)
     transfers.close()
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_layer_that_is_altered_breaks_no_load_of_others_in_its_object(layer: int) -> None:
+    saved, plan = Saved(counts=(3,)), StagePlan(4, (1, 1, 1))
+    name, first = saved.part(NUMBERS[1], layer)
+    content = saved.store.objects[name]
+    saved.change(NUMBERS[1], layer, content[:first] + b"altered" + content[first + 7 :])
+    for stage in range(3):
+        kv_pool = filled_pool([stage], saved.shapes, 2)
+        transfers = start(kv_pool, saved.store, plan, stage)
+        transfers.obey(load_order(2, PAGES, NUMBERS, saved.checksums, saved.cuts))
+        (report,) = await_reports(transfers)
+        assert report.num_pages == (1 if stage == layer else 3)
+        transfers.close()
 
 
 def failing_store(error: Exception, after: int) -> MemoryStore:
@@ -317,12 +402,18 @@ def test_what_is_cancelled_gives_no_report_and_writes_no_page(way: str) -> None:
         transfers.close()
 
 
+@pytest.mark.parametrize("saved_by", [None, (3,)], ids=str)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_pool_rests_from_the_moment_that_transfers_are_cancelled(seed: int) -> None:
+def test_a_pool_rests_from_the_moment_that_transfers_are_cancelled(
+    seed: int, saved_by: tuple[int, ...] | None
+) -> None:
     """Many cancels at random moments of loads and saves. After each, all pages are written anew, as
     steps would; a late load would change them, a late save would be seen with its new bytes."""
-    random, saved = Random(seed), Saved()
-    store = MemoryStore(lambda: time.sleep(random.choice([0.0, 0.0, 1e-5, 3e-4])))
+    random, saved = Random(seed), Saved(counts=saved_by)
+    store = MemoryStore(
+        lambda: time.sleep(random.choice([0.0, 0.0, 1e-5, 3e-4])),
+        groups_layers=saved.store.groups_layers,
+    )
     store.objects = saved.store.objects
     originals = dict(store.objects)
     kv_pool = filled_pool(range(3), saved.shapes, 2)
@@ -332,10 +423,10 @@ def test_a_pool_rests_from_the_moment_that_transfers_are_cancelled(seed: int) ->
     for turn in range(60):
         for pages in memory:
             pages.view(torch.uint8).fill_(turn)
-        transfers.obey(load_order(3 * turn, PAGES, NUMBERS, saved.checksums))
+        transfers.obey(load_order(3 * turn, PAGES, NUMBERS, saved.checksums, saved.cuts))
         # Pages of this turn under names of this turn.
         transfers.obey(save_order(3 * turn + 1, [1, 2], [1000 + turn, 2000 + turn]))
-        transfers.obey(load_order(3 * turn + 2, [3], [11], saved.checksums[:3]))
+        transfers.obey(load_order(3 * turn + 2, [3], [11], saved.checksums[:3], saved.cuts))
         time.sleep(random.random() * 4e-3)
         for report, _ in transfers.take_reports():
             assert report.transfer // 3 == turn and report.message == ""
@@ -348,10 +439,7 @@ def test_a_pool_rests_from_the_moment_that_transfers_are_cancelled(seed: int) ->
         transfers.obey(UseStore(PLACE))
     transfers.close()
     assert loaded
-    for number in NUMBERS:
-        for layer in range(3):
-            name = object_name(hash_of(number), DIGEST, layer)
-            assert store.objects[name] == originals[name]
+    assert originals.items() <= store.objects.items()
     for name, content in store.objects.items():
         number = int(name[:64], 16)
         if number >= 1000:

@@ -283,7 +283,7 @@ def test_an_offer_that_waits_can_be_withdrawn(servers: Servers) -> None:
 
 def test_only_some_ends_of_offers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offered_pages, "MAX_REMEMBERED", 3)
-    offered = offered_pages.OfferedPages()
+    offered = offered_pages.OfferedPages((1,))
     for number in range(8):
         offered.withdraw(number)
     assert [*offered._withdrawn] == [5, 6, 7]

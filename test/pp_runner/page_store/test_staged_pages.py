@@ -47,8 +47,9 @@ def start(kv_pool: KvPool, store: MemoryStore) -> PageTransfers:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_objects_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype) -> None:
-    of_gpu, of_cpu = MemoryStore(), MemoryStore()
+@pytest.mark.parametrize("groups_layers", [False, True])
+def test_objects_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, groups_layers: bool) -> None:
+    of_gpu, of_cpu = (MemoryStore(groups_layers=groups_layers) for _ in range(2))
     pools = pool_on_gpu(dtype, 1), filled_pool(range(3), shapes_of(dtype), 1)
     for kv_pool, store in zip(pools, (of_gpu, of_cpu), strict=True):
         transfers = start(kv_pool, store)
@@ -59,7 +60,8 @@ def test_objects_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype) -> None:
     target = pool_on_gpu(dtype, 2)
     before = pool_content(target)
     transfers = start(target, of_cpu)
-    transfers.obey(load_order(2, [1, 2, 3], NUMBERS, checksums_of(saved)))
+    cuts = (0,) if groups_layers else ()
+    transfers.obey(load_order(2, [1, 2, 3], NUMBERS, checksums_of(saved), cuts))
     assert await_reports(transfers)[0].num_pages == 3
     transfers.close()
     for layer in range(3):

@@ -10,6 +10,7 @@ import pytest
 from support.page_transfers import load_order, save_order
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.object_layers import Cuts
 from sgl_pipeline.pp_runner.page_store import transfer_jobs
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     CATCH_UP_S,
@@ -34,7 +35,9 @@ def test_an_order_names_pages_hashes_and_checksums() -> None:
     job = page_transfer(load_order(9, [3, 0], [5, 6], [10, 11, 20, 21]), 4, 2)
     assert (job.transfer, [*job.pages], job.is_load) == (9, [3, 0], True)
     assert [job.hash_of(index)[-1] for index in range(2)] == [5, 6]
-    assert [job.checksum_of(1, layer) for layer in range(2)] == [20, 21]
+    assert [*job.checksums_of(0, range(2))] == [10, 11]
+    assert [*job.checksums_of(1, range(1, 2))] == [21]
+    assert job.cuts == ((), ())
     assert not save(1).is_load
 
 
@@ -56,6 +59,16 @@ def test_an_order_that_does_not_fit_is_refused(change: dict[str, bytes], reason:
             page_transfer(msgspec.structs.replace(save_order(9, [3, 0], [5, 6]), **change), 4, 2)
     with pytest.raises(ProtocolError, match=re.escape(reason)):
         page_transfer(msgspec.structs.replace(whole, **change), 4, 2)
+
+
+@pytest.mark.parametrize(
+    "cuts", [((0,),), ((0,), (0,), (0,)), ((0,), (1,)), ((0, 2), ()), ((0, 1, 1), ())]
+)
+def test_a_load_whose_pages_are_cut_as_no_page_is_refused(cuts: tuple[Cuts, ...]) -> None:
+    whole = load_order(9, [3, 0], [5, 6], [10, 11, 20, 21], (0, 1))
+    assert page_transfer(whole, 4, 2).cuts == ((0, 1), (0, 1))
+    with pytest.raises(ProtocolError, match=re.escape(f"whose 2 layers are cut {cuts}")):
+        page_transfer(msgspec.structs.replace(whole, cuts=cuts), 4, 2)
 
 
 def test_transfers_of_a_kind_keep_their_sequence() -> None:
