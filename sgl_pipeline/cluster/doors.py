@@ -41,6 +41,10 @@ class DialError(Exception):
         self.is_final = is_final
 
 
+class DoorClosed(DialError):
+    """The other host is there, and no process is behind the door, or not yet."""
+
+
 def greeting(key: bytes, door: str) -> bytes:
     """The first `GREETING_BYTES` bytes of a connection."""
     body = _BODY.pack(MAGIC, door.encode(), secrets.token_bytes(16))
@@ -126,11 +130,12 @@ def dial(
     if answer == PASSED_ON:
         return connection
     connection.close()
+    if answer == NOBODY_HERE:
+        raise DoorClosed(f"{address} is starting, and nothing is behind its door {door!r} yet")
     raise DialError(
         {
             OTHER_KEY: f"{address} has another cluster key; give all hosts the same one",
             OTHER_VERSION: f"{address} runs another version of sgl_pipeline; install the same one",
-            NOBODY_HERE: f"{address} is starting, and nothing is behind its door {door!r} yet",
         }.get(answer, f"{address} is not a cluster port of sgl_pipeline; look at the port number"),
         is_final=answer in (OTHER_KEY, OTHER_VERSION),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sgl_pipeline.page_hash import HASH_BYTES
+from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.page_wishes import Lookup
@@ -151,10 +151,7 @@ class VirtualStore:
             self._loads.clear()
             self._saves.clear()
             return
-        hashes = [
-            order.hashes[start : start + HASH_BYTES]
-            for start in range(0, len(order.hashes), HASH_BYTES)
-        ]
+        hashes = split_hashes(order.hashes)
         # A page that is evicted while it is read is read to its end.
         num_readable = self._num_readable(hashes) if isinstance(order, LoadPages) else 0
         for stage, moment_s in enumerate(taken_s):
