@@ -129,6 +129,16 @@ class StopRules:
     check_text: StopCheck | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The meeting place of the prefill and the decode server of one request: `number`, below 2**63,
+    at the prefill server whose bootstrap port is at `host`:`port`."""
+
+    host: str
+    port: int
+    number: int
+
+
 class RequestState(Enum):
     """The state of a request. WAITING holds no pages; RUNNING does; FINISHED never comes back."""
 
@@ -157,6 +167,8 @@ class Request:
     cache_namespace: str = ""
     constraint: TokenConstraint | None = None
     logprobs: LogprobSpec | None = None
+    # Set where prefill and decode are apart, unless it is a health check.
+    room: Room | None = None
 
     # (-priority, -max_new_tokens or 0, arrival number), set by `StepScheduler.add`: the order in
     # which requests are served, and the reverse of that in which they are retracted.
