@@ -61,6 +61,37 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     save_s: float = 0.0
 
 
+class RoomsState(msgspec.Struct, frozen=True, kw_only=True):
+    """Rooms of a prefill or a decode server, and the `peers` to which it has a stream.
+
+    On a prefill server, requests of `unclaimed_rooms` are computed or wait for it, and no decode
+    server has asked for them; the pages of `offered_rooms` are there to be loaded. `held_pages` are
+    locked for them. On a decode server, requests of `awaited_rooms` wait for their prefill, with
+    `awaited_tokens` that need pages here; those of `loading_rooms` have taken `promised_pages`,
+    which are being loaded. All else is since the start: rooms whose pages have crossed (`moved`),
+    their bytes, and the seconds, summed over rooms, from a room's first word to the announcement of
+    its pages (`rendezvous_s`), from there to the promise of pages (`promise_s`), and from there to
+    the last page (`move_s`); rooms that ended badly before a page was promised (`failed_before`) or
+    later (`failed_moves`), by reason.
+    """
+
+    peers: int = 0
+    unclaimed_rooms: int = 0
+    offered_rooms: int = 0
+    held_pages: int = 0
+    awaited_rooms: int = 0
+    awaited_tokens: int = 0
+    loading_rooms: int = 0
+    promised_pages: int = 0
+    moved: int = 0
+    moved_bytes: int = 0
+    rendezvous_s: float = 0.0
+    promise_s: float = 0.0
+    move_s: float = 0.0
+    failed_before: dict[str, int] = {}
+    failed_moves: dict[str, int] = {}
+
+
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     """One moment, `now_s` on the driver's monotonic clock. The stages of `plan` serve; the server
     was started with `configured_stages`.
@@ -76,7 +107,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     included. `replayed_tokens` counts the tokens that each stage alone has computed again since the
     start; it is empty without a recovery log, which has room for `log_pages`. `throttle` has the
     knobs of the policy, if they can be changed. `tier` is None where the server has no store and
-    cannot get one.
+    cannot get one, `rooms` where it has no role in disaggregation.
     """
 
     now_s: float
@@ -104,6 +135,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[RecoveryRecord, ...] = ()
     throttle: ThrottleState | None = None
     tier: TierState | None = None
+    rooms: RoomsState | None = None
 
     @property
     def current_move(self) -> MoveRecord | None:

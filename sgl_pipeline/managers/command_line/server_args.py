@@ -20,6 +20,7 @@ from sgl_pipeline.args import (
     MODEL_IMPLS,
     SECTIONS,
     ClusterArgs,
+    DisaggregationArgs,
     GrammarArgs,
     MigrationArgs,
     PipelineArgs,
@@ -30,6 +31,7 @@ from sgl_pipeline.args import (
     TierArgs,
 )
 from sgl_pipeline.args.checks import require_choice
+from sgl_pipeline.args.disaggregation_args import PAGE_LINK
 from sgl_pipeline.args.flags import add_flags, read_section
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
@@ -41,12 +43,17 @@ from sgl_pipeline.managers.command_line.model_files import (
     resolve_dtype,
 )
 from sgl_pipeline.managers.command_line.store_config_text import read_store_config
+from sgl_pipeline.managers.upstream.disaggregation_environment import (
+    fields_of_environment,
+    name_variables_of_other_transfers,
+)
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
     flag_of,
     note_flags_without_effect,
     refuse_unsupported,
+    tell_role,
     upstream_defaults,
 )
 from sgl_pipeline.managers.upstream.upstream_environment import (
@@ -81,6 +88,7 @@ class LaunchPlan:
         return ServedFeatures(
             parses_tool_calls=self.upstream.tool_call_parser is not None,
             has_completion_template=self.upstream.completion_template is not None,
+            is_disaggregated=self.pipeline.disaggregation.is_on,
         )
 
 
@@ -137,6 +145,8 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
             f"SGLang's front cannot read the config of {model_path}: {type(error).__name__}: "
             f"{error!s:.200}"
         ) from error
+    if pipeline.disaggregation.is_on:
+        tell_role(upstream, pipeline.disaggregation)
     return LaunchPlan(upstream, pipeline, spec.context_length)
 
 
@@ -161,17 +171,24 @@ def make_parser(
     kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> argparse.ArgumentParser:
     """SGLang's flags and ours. The model is not required, because we ship one; keys and values may
-    have a dtype, and products a format, that upstream does not know. Help says what holds here."""
+    have a dtype, products a format, and pages a way, that upstream does not know. Help says what
+    holds here."""
     from sglang.srt.server_args import ServerArgs
 
     parser = kind(prog="python -m sgl_pipeline.launch_server")
     ServerArgs.add_cli_args(parser)
-    ours = {"kv_cache_dtype": KV_CACHE_DTYPES, "quantization": (W4A8_INT8,)}
+    ours = {
+        "kv_cache_dtype": KV_CACHE_DTYPES,
+        "quantization": (W4A8_INT8,),
+        "disaggregation_transfer_backend": (PAGE_LINK,),
+    }
     for action in parser._actions:
         if action.dest == "model_path":
             action.required = False
         if action.dest == "pp_async_batch_depth":
             action.default = None  # to see whether it is given
+        if action.dest == "disaggregation_transfer_backend":
+            action.default = PAGE_LINK
         if action.dest in NOTED:
             action.help = f"No effect here: {NOTED[action.dest].text}."
         action.help = HELP.get(action.dest, action.help)
@@ -248,8 +265,26 @@ def _pipeline_of_model(
         grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
         cluster=read_section(ClusterArgs, options),
         tiers=_tiers(options, device),
+        disaggregation=_disaggregation(options),
     )
     return pipeline, chosen.spec
+
+
+def _disaggregation(options: argparse.Namespace) -> DisaggregationArgs:
+    """The role of this server; variables alone give it none."""
+    if options.disaggregation_mode == "null":
+        return read_section(DisaggregationArgs, options)
+    role = read_section(DisaggregationArgs, options, **fields_of_environment())
+    name_variables_of_other_transfers()
+    default = DisaggregationArgs().reserved_decode_tokens
+    if role.mode == "prefill" and role.reserved_decode_tokens != default:
+        logger.warning("--num-reserved-decode-tokens has no effect on a prefill server")
+    if options.enable_response_store:
+        raise ConfigurationError(
+            f"--enable-response-store with --disaggregation-mode {role.mode}: each server would "
+            "keep responses of its own; leave it out"
+        )
+    return role
 
 
 def _tiers(options: argparse.Namespace, device: str) -> TierArgs:
