@@ -3,12 +3,12 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
+from sgl_pipeline.managers.entrance.sample_seeds import spread_samples
 
 
 def spread(**fields: Any) -> GenerateReqInput:
     request = GenerateReqInput(**fields)
-    spread_seeds(request)
+    spread_samples(request)
     # What follows in upstream's front must still take it.
     request.normalize_batch_and_arguments()
     return request
@@ -66,7 +66,7 @@ def test_seeds_wrap_where_upstreams_range_ends() -> None:
 )
 def test_what_needs_no_other_seed_is_left_alone(sampling: dict[str, Any]) -> None:
     request = GenerateReqInput(text="a", sampling_params=sampling)
-    spread_seeds(request)
+    spread_samples(request)
     assert request.text == "a" and request.sampling_params is sampling
 
 
@@ -75,8 +75,8 @@ def test_a_seed_that_is_no_number_is_left_for_upstream_to_refuse() -> None:
 
 
 def test_a_request_without_a_prompt_is_left_for_upstream_to_refuse() -> None:
-    spread_seeds(GenerateReqInput(sampling_params={"n": 2, "sampling_seed": 1}))
-    spread_seeds(GenerateReqInput(text=[], sampling_params={"n": 2, "sampling_seed": 1}))
+    spread_samples(GenerateReqInput(sampling_params={"n": 2, "sampling_seed": 1}))
+    spread_samples(GenerateReqInput(text=[], sampling_params={"n": 2, "sampling_seed": 1}))
 
 
 def test_log_probabilities_asked_for_each_prompt_stay_with_it() -> None:
