@@ -1,4 +1,4 @@
-"""SGLang's variables for prefill and decode apart: three kinds have a meaning, the rest are named."""
+"""SGLang's variables for prefill and decode apart: some have a meaning, the rest are named."""
 
 import pytest
 
