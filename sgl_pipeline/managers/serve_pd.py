@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sgl_pipeline.cluster.keys import KEY_VARIABLE
 from sgl_pipeline.process_lifetime import child_environment, die_with_parent
@@ -87,11 +87,6 @@ class Group:
         """True if any has ended."""
         return any(process.poll() is not None for process in self._processes)
 
-    def wait(self) -> None:
-        """Returns when one has ended."""
-        while not self.ended:
-            time.sleep(_POLL_S)
-
     def end(self) -> None:
         """Asks all to end, the last one first, and ends what does not."""
         for process in reversed(self._processes):
@@ -114,34 +109,52 @@ def is_healthy(url: str) -> bool:
         return False
 
 
+class StopRequest:
+    """Whether Ctrl-C or a SIGTERM has come, which from now on interrupt nothing."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.has_come = True
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until Ctrl-C, a SIGTERM, or the end of one of the three. Returns the exit code."""
     options = _parser().parse_args(argv)
-    ports = Ports(options.port)
-    environment = child_environment(
-        **{KEY_VARIABLE: os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)}
-    )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    group = Group()
+    stop, group = StopRequest(), Group()
     try:
-        for mode, port in (("prefill", ports.prefill), ("decode", ports.decode)):
-            flags = [*options.flags, *shlex.split(getattr(options, mode))]
-            group.start(server_command(mode, port, ports, flags), environment)
-        while not all(is_healthy(url) for url in ports.servers):
-            if group.ended:
-                return 1
-            time.sleep(_POLL_S)
-        group.start(
-            router_command(ports, shlex.split(options.router)),
-            router_environment(options.router_folder),
-        )
-        print(f"Router: http://{HOST}:{ports.router}", flush=True)
-        group.wait()
-        return 1
-    except KeyboardInterrupt:
-        return 0
+        _start(options, group, stop)
+        _wait(group, stop, lambda: False)
     finally:
+        is_asked, has_failed = stop.has_come, group.ended
         group.end()
+    return int(has_failed and not is_asked)
+
+
+def _start(options: argparse.Namespace, group: Group, stop: StopRequest) -> None:
+    """Starts the servers, and the router once both are there."""
+    ports = Ports(options.port)
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)
+    for mode, port in (("prefill", ports.prefill), ("decode", ports.decode)):
+        flags = [*options.flags, *shlex.split(getattr(options, mode))]
+        command = server_command(mode, port, ports, flags)
+        group.start(command, child_environment(**{KEY_VARIABLE: key}))
+    if _wait(group, stop, lambda: all(is_healthy(url) for url in ports.servers)):
+        command = router_command(ports, shlex.split(options.router))
+        group.start(command, router_environment(options.router_folder))
+        print(f"Router: http://{HOST}:{ports.router}", flush=True)
+
+
+def _wait(group: Group, stop: StopRequest, condition: Callable[[], bool]) -> bool:
+    """Waits for `condition`; False where one of the group has ended or all shall end before."""
+    while not (group.ended or stop.has_come):
+        if condition():
+            return True
+        time.sleep(_POLL_S)
+    return False
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,8 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 from support.clusters import until
@@ -15,7 +14,17 @@ from sgl_pipeline.cluster.keys import FEWEST_CHARACTERS, KEY_VARIABLE
 from sgl_pipeline.managers import serve_pd
 from sgl_pipeline.managers.serve_pd import Group, Ports, main, router_command, server_command
 
+pytestmark = pytest.mark.usefixtures("signals")
 SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Restores the handlers that a command replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def python(code: str) -> list[str]:
@@ -55,7 +64,7 @@ def test_a_group_ends_together() -> None:
     group.start(python(SLEEP), os.environ)
     assert not group.ended
     group.start(python("pass"), os.environ)
-    group.wait()
+    until(lambda: group.ended)
     group.end()
     assert [process.returncode for process in group._processes] == [-signal.SIGTERM, 0]
 
@@ -129,14 +138,10 @@ def test_a_signal_ends_all_in_good_order(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     started = _Started(monkeypatch, SLEEP, SLEEP, SLEEP)
-    before = signal.getsignal(signal.SIGTERM)
 
     def ask() -> None:
         until(lambda: len(started.commands) == 3)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=ask).start()
-    try:
-        assert main([]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert main([]) == 0

@@ -87,7 +87,7 @@ def test_a_prefill_server_computes_one_token_whatever_is_asked(asked: int | None
 
 def test_a_prefill_server_refuses_a_length_that_a_decode_server_refuses() -> None:
     for mode in ROLES:
-        with pytest.raises(RequestError, match="max_new_tokens must be between"):
+        with pytest.raises(RequestError, match="max_new_tokens"):
             build(mode, {"max_new_tokens": -1}, **ROUTED)
 
 

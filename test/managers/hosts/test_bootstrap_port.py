@@ -75,7 +75,8 @@ class Opened:
             with suppress(ConnectionError):  # it need not read all that is sent
                 link.sendall(data)
                 if is_all:
-                    link.shutdown(socket.SHUT_WR)
+                    with suppress(OSError):  # the port has closed it already
+                        link.shutdown(socket.SHUT_WR)
                 while more := link.recv(4096):
                     back += more
             return back
@@ -185,7 +186,7 @@ def test_the_topology_is_upstreams_once_the_scheduler_is_there(opened: Opened) -
     assert status == 200
     # As upstream's own decode server reads it.
     info = PrefillServerInfo(**json.loads(content))
-    assert (info.pp_size, info.page_size, info.kv_cache_dtype) == (3, 1, "bfloat16")
+    assert (info.pp_size, info.page_size, info.kv_cache_dtype) == (3, 16, "bfloat16")
     assert (info.attn_tp_size, info.attn_cp_size, info.dp_size) == (1, 1, 1)
     assert info.prefill_http_port == 30000 and info.follow_bootstrap_room
     assert info.decode_allocation_policy == "prefill_complete"
