@@ -110,7 +110,7 @@ def is_healthy(url: str) -> bool:
 
 
 class StopRequest:
-    """Whether Ctrl-C or a SIGTERM has come, which from now on interrupt nothing."""
+    """Notes Ctrl-C or a SIGTERM, which from now on interrupt nothing."""
 
     def __init__(self) -> None:
         self.has_come = False

@@ -25,7 +25,7 @@ class RoomRules:
     default_port: int = 8998
 
     def room(self, message: GenerateMessage) -> Room | None:
-        """Where the request's two servers meet; None without a role, and for a health check, which
+        """The place where the request's two servers meet; None without a role, and for a health check, which
         has no peer.
 
         Raises RequestError (400) for a request that has no room and needs one, or that has one and
@@ -40,7 +40,7 @@ class RoomRules:
             raise RequestError(
                 f"this is a {self.mode} server (--disaggregation-mode {self.mode}), and the "
                 "request has no bootstrap_room, which a router adds: send it to the router "
-                "(sglang-router --pd-disaggregation), or to a server without --disaggregation-mode"
+                "(sglang-router launch --pd-disaggregation), or to a server without --disaggregation-mode"
             )
         if message.disagg_prefill_dp_rank not in (None, 0):
             raise RequestError(

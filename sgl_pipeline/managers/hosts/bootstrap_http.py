@@ -22,7 +22,7 @@ _END_OF_HEAD = b"\r\n\r\n"
 
 class PrefillTopology(msgspec.Struct, frozen=True, kw_only=True):
     """The reply to `GET /route`, by SGLang's names (upstream: `PrefillServerInfo`). There is one
-    rank of each kind but for pipeline stages."""
+    rank of each kind except pipeline stages."""
 
     pp_size: int
     page_size: int
@@ -61,7 +61,7 @@ class BootstrapHttp:
         self._is_ready = is_ready
 
     async def __call__(self, connection: socket.socket, start: bytes) -> bool:
-        """Whether this was HTTP. The caller bounds the time, and closes the connection."""
+        """True if this was HTTP. The caller bounds the time, and closes the connection."""
         if not _METHOD.match(start):
             return False
         loop, head = asyncio.get_running_loop(), start

@@ -32,7 +32,7 @@ def queue_stats(rooms: RoomsState, page_size: int, num_pages: int) -> dict[str, 
 
 
 class RoomsMetrics:
-    """What grows, and what SGLang has no name for.
+    """Counts that grow, and values for which SGLang has no name.
 
     Args:
         model: its served name, the label of our metrics.
