@@ -25,8 +25,8 @@ class RoomRules:
     default_port: int = 8998
 
     def room(self, message: GenerateMessage) -> Room | None:
-        """The place where the request's two servers meet; None without a role, and for a health check, which
-        has no peer.
+        """The place where the request's two servers meet; None without a role, and for a health
+        check, which has no peer.
 
         Raises RequestError (400) for a request that has no room and needs one, or that has one and
         is not at its place here, and for fields that make no room.
@@ -40,7 +40,8 @@ class RoomRules:
             raise RequestError(
                 f"this is a {self.mode} server (--disaggregation-mode {self.mode}), and the "
                 "request has no bootstrap_room, which a router adds: send it to the router "
-                "(sglang-router launch --pd-disaggregation), or to a server without --disaggregation-mode"
+                "(sglang-router launch --pd-disaggregation), or to a server without "
+                "--disaggregation-mode"
             )
         if message.disagg_prefill_dp_rank not in (None, 0):
             raise RequestError(
