@@ -63,6 +63,7 @@ help:
 	@echo 'make test-fast  set-up, then the tests for a change: minutes, in one process, no servers'
 	@echo 'make setup-browser  set-up, then Chromium (apt-get, as root) for the tests of the live page'
 	@echo 'make setup-hosts  iproute2 (apt-get, as root) for the tests on several hosts'
+	@echo 'make test-servers  set-up, then the tests of whole servers, two side by side'
 	@echo 'make test-alone  set-up, then what loses stages, servers and hosts, one test after the other'
 	@echo 'make test-gpu  set-up, then the tests that need an NVIDIA GPU; the first run compiles for minutes'
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, test its planners and what spills; an hour'
@@ -131,10 +132,16 @@ $(BROWSER_STAMP): $(STAMP)
 	@touch $@
 
 # Whole files in the order of test/conftest.py: the long ones first.
+SIDE_BY_SIDE = $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	-m 'not gpu and not cuda_toolkit and not alone'
+
 .PHONY: test
 test: $(STAMP) $(TEST_STAMPS) | check-sglang
-	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		-m 'not gpu and not cuda_toolkit and not alone' $(PYTEST_ARGS)
+	$(SIDE_BY_SIDE) --ignore=test/server $(PYTEST_ARGS)
+
+.PHONY: test-servers
+test-servers: $(STAMP) $(TEST_STAMPS) | check-sglang
+	$(SIDE_BY_SIDE) test/server $(PYTEST_ARGS)
 
 # test/conftest.py fails a test that starts a process and is not marked `multiproc`.
 .PHONY: test-fast
@@ -197,7 +204,7 @@ coverage: $(STAMP)
 
 .PHONY: fuzz
 fuzz: $(STAMP) | check-sglang
-	SGL_PIPELINE_FUZZ_EXAMPLES=$(EXAMPLES) $(VENV_PYTHON) -m pytest test/server/test_fuzz.py
+	SGL_PIPELINE_FUZZ_EXAMPLES=$(EXAMPLES) $(VENV_PYTHON) -m pytest test/server/shared/test_fuzz.py
 
 .PHONY: fault-schedules
 fault-schedules: $(STAMP)

@@ -4,11 +4,12 @@ mark, starting one fails, so that `make test-fast` stays in one process."""
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from sgl_pipeline.errors import KernelBuildError
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
@@ -18,6 +19,7 @@ install_torchvision_shim()
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+SHARED_SERVERS = "test/server/shared/"
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +28,30 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+class WholeFolders(LoadFileScheduling):
+    """Whole files to a worker of pytest, and all files whose tests share servers to one worker:
+    each would start these for itself."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return SHARED_SERVERS if file.startswith(SHARED_SERVERS) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFolders:
+    return WholeFolders(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that the workers of `make test` end together: those that
-    start servers, then those that start other processes. The order is otherwise as collected.
+    """Files that take long come first, so that the workers of `make test` and `make test-servers`
+    end together: those that share servers, then those that start processes. The order is otherwise
+    as collected.
 
     A machine without a C++ compiler serves through the torch path, and is tested on it.
     """
     starting = {item.path for item in items if item.get_closest_marker("multiproc")}
-    servers = Path(__file__).with_name("server")
-    items.sort(key=lambda item: (servers not in item.path.parents, item.path not in starting))
+    items.sort(
+        key=lambda item: (not item.nodeid.startswith(SHARED_SERVERS), item.path not in starting)
+    )
     try:
         find_compiler()
     except KernelBuildError as error:

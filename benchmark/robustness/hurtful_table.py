@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - a table reads best with a request per line
 """Requests that could hurt a server or its other users, each with why and the answer it must get.
 
-Sent by `test/server/test_hurtful_requests.py` and timed by `benchmark/robustness/hurtful_requests.py`, beside
+Sent by `test/server/shared/test_hurtful_requests.py`, timed by `benchmark/robustness/hurtful_requests.py`, beside
 a stream that must not notice. The limits named here are those of the demo model.
 """
 

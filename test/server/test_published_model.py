@@ -4,6 +4,7 @@ Skipped where `make serve MODEL=smollm2` could not fetch it either. Perplexity i
 words of this repository's pages, in windows of 512 tokens, each without those before it.
 """
 
+import gc
 import json
 import re
 from collections.abc import Iterator
@@ -60,6 +61,13 @@ def why_it_is_missing() -> str | None:
     return None
 
 
+@pytest.fixture(autouse=True)
+def garbage_is_collected() -> Iterator[None]:
+    """Models are in reference cycles, and take half a gigabyte each."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="module")
 def gguf_path() -> Path:
     if reason := why_it_is_missing():
@@ -83,7 +91,7 @@ def text_ids(directory: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reference(gguf_path: Path, directory: Path) -> PreTrainedModel:
+def reference(gguf_path: Path, directory: Path) -> Iterator[PreTrainedModel]:
     """What transformers' own reader, numbers, names and order of rows make of the same file."""
     config = AutoConfig.from_pretrained(directory)
     model = LlamaForCausalLM(config).eval()
@@ -101,7 +109,8 @@ def reference(gguf_path: Path, directory: Path) -> PreTrainedModel:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     model.tie_weights()
-    return model
+    yield model
+    model.to("meta")
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

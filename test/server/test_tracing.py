@@ -24,7 +24,7 @@ SECRET = "xylophone"
 @pytest.fixture(scope="module")
 def collecting() -> Iterator[Collector]:
     if not FOLDER.is_dir():
-        pytest.skip(f"OpenTelemetry is not installed in {FOLDER}; `make test` does it")
+        pytest.skip(f"OpenTelemetry is not installed in {FOLDER}; `make test-servers` does it")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         with collector() as collected:

@@ -1,7 +1,7 @@
 """Starts a whole server, as a user would, and tells its processes apart.
 
 Used by test/server/. A server takes seconds to come up on two cores, so tests share one where they
-can (see test/server/conftest.py).
+can (see test/server/shared/conftest.py).
 """
 
 import os
