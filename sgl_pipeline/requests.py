@@ -131,12 +131,15 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The meeting place of the prefill and the decode server of one request: `number`, below 2**63,
-    at the prefill server whose bootstrap port is at `host`:`port`."""
+    """What joins the two halves of a request whose prompt one server computes and whose tokens
+    another one draws (SGLang's bootstrap_room).
 
-    host: str
-    port: int
+    No other request of either server has its `number`. `peer` is the port of the server that
+    computes the prompt, HOST:PORT; empty on that server.
+    """
+
     number: int
+    peer: str = ""
 
 
 class RequestState(Enum):
@@ -167,7 +170,6 @@ class Request:
     cache_namespace: str = ""
     constraint: TokenConstraint | None = None
     logprobs: LogprobSpec | None = None
-    # Set where prefill and decode are apart, unless it is a health check.
     room: Room | None = None
 
     # (-priority, -max_new_tokens or 0, arrival number), set by `StepScheduler.add`: the order in

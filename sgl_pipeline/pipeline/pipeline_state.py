@@ -4,6 +4,8 @@ line are written.
 It is made about ten times a second, between steps. No field needs a look at each waiting request.
 """
 
+from typing import Literal
+
 import msgspec
 
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
@@ -62,34 +64,31 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoomsState(msgspec.Struct, frozen=True, kw_only=True):
-    """Rooms of a prefill or a decode server, and the `peers` to which it has a stream.
+    """Requests that this server shares with `num_peers` connected others: on a "prefill" server
+    those whose prompts it computes for them, on a "decode" server those whose prompts it gets.
 
-    On a prefill server, requests of `unclaimed_rooms` are computed or wait for it, and no decode
-    server has asked for them; the pages of `offered_rooms` are there to be loaded. `held_pages` are
-    locked for them. On a decode server, requests of `awaited_rooms` wait for their prefill, with
-    `awaited_tokens` that need pages here; those of `loading_rooms` have taken `promised_pages`,
-    which are being loaded. All else is since the start: rooms whose pages have crossed (`moved`),
-    their bytes, and the seconds, summed over rooms, from a room's first word to the announcement of
-    its pages (`rendezvous_s`), from there to the promise of pages (`promise_s`), and from there to
-    the last page (`move_s`); rooms that ended badly before a page was promised (`failed_before`) or
-    later (`failed_moves`), by reason.
+    `bootstrap_requests` have no prompt that can be read: on a prefill server no decode server has
+    asked for them, on a decode server the prompt is being computed. `transfer_requests` have one
+    that is being read, or waits for room. On a prefill server `held_pages` are held for transfer,
+    on a decode server `promised_pages` are being filled. All else is since the start: rooms that
+    ended well after a sum of `transfer_s`, and that failed before or while their prompts were
+    read; of these `computed_here`; pages, bytes and busy seconds of all stages that loaded them.
     """
 
-    peers: int = 0
-    unclaimed_rooms: int = 0
-    offered_rooms: int = 0
+    mode: Literal["prefill", "decode"]
+    num_peers: int
+    bootstrap_requests: int
+    transfer_requests: int
     held_pages: int = 0
-    awaited_rooms: int = 0
-    awaited_tokens: int = 0
-    loading_rooms: int = 0
     promised_pages: int = 0
-    moved: int = 0
-    moved_bytes: int = 0
-    rendezvous_s: float = 0.0
-    promise_s: float = 0.0
-    move_s: float = 0.0
-    failed_before: dict[str, int] = {}
-    failed_moves: dict[str, int] = {}
+    transferred: int = 0
+    transfer_s: float = 0.0
+    bootstrap_failed: int = 0
+    transfer_failed: int = 0
+    computed_here: int = 0
+    loaded_pages: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
 
 
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +106,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     included. `replayed_tokens` counts the tokens that each stage alone has computed again since the
     start; it is empty without a recovery log, which has room for `log_pages`. `throttle` has the
     knobs of the policy, if they can be changed. `tier` is None where the server has no store and
-    cannot get one, `rooms` where it has no role in disaggregation.
+    cannot get one, `rooms` where it does not share requests with other servers.
     """
 
     now_s: float

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 from sgl_pipeline.args.disaggregation_args import Mode
+from sgl_pipeline.cluster.doors import join_address
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage
 from sgl_pipeline.requests import Room
 
 MAX_HOST_LENGTH = 255
+MAX_PORT = 65535
 MAX_ROOM_NUMBER = 2**63 - 1
 
 
@@ -54,11 +56,14 @@ class RoomRules:
                 f"bootstrap_host must be a name or an address of the prefill server, of up to "
                 f"{MAX_HOST_LENGTH} characters"
             )
-        return Room(
-            host,
-            self.default_port if port is None else _integer("bootstrap_port", port, 1, 65535),
-            _integer("bootstrap_room", message.bootstrap_room, 0, MAX_ROOM_NUMBER),
+        if port is None:
+            port = self.default_port
+        peer = join_address(
+            host.removeprefix("[").removesuffix("]"),
+            _integer("bootstrap_port", port, 1, MAX_PORT),
         )
+        number = _integer("bootstrap_room", message.bootstrap_room, 0, MAX_ROOM_NUMBER)
+        return Room(number, peer if self.mode == "decode" else "")
 
     def room_of_refused(self, message: GenerateMessage) -> Room | None:
         """The room of a request that was refused, as far as its fields make one: its other server

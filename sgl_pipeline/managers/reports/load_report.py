@@ -89,7 +89,7 @@ class LoadReport:
             cache_hit_rate=round(state.cache_hit_rate, 4),
             total_prefill_uncached_tokens=state.prefill_tokens,
             memory=self._memory,
-            disaggregation=_disaggregation(self._mode, state.rooms or RoomsState()),
+            disaggregation=_disaggregation(self._mode, state.rooms),
             queues=QueueMetrics(
                 waiting=state.waiting_requests,
                 grammar=state.compiling_requests,
@@ -100,14 +100,18 @@ class LoadReport:
         )
 
 
-def _disaggregation(mode: Mode, rooms: RoomsState) -> DisaggregationMetrics:
-    """Upstream's counts of rooms and means since the start."""
+def _disaggregation(mode: Mode, rooms: RoomsState | None) -> DisaggregationMetrics:
+    """Upstream's counts of rooms, and means since the start."""
+    if rooms is None:
+        return DisaggregationMetrics(mode=mode)
+    waiting, moving = rooms.bootstrap_requests, rooms.transfer_requests
+    is_prefill, transfer_s = rooms.mode == "prefill", rooms.transfer_s
     return DisaggregationMetrics(
         mode=mode,
-        prefill_bootstrap_queue_reqs=rooms.unclaimed_rooms,
-        prefill_inflight_queue_reqs=rooms.offered_rooms,
-        decode_prealloc_queue_reqs=rooms.awaited_rooms,
-        decode_transfer_queue_reqs=rooms.loading_rooms,
-        kv_transfer_speed_gb_s=rooms.moved_bytes / _GIB / rooms.move_s if rooms.move_s else 0.0,
-        kv_transfer_latency_ms=1e3 * rooms.move_s / rooms.moved if rooms.moved else 0.0,
+        prefill_bootstrap_queue_reqs=waiting if is_prefill else 0,
+        prefill_inflight_queue_reqs=moving if is_prefill else 0,
+        decode_prealloc_queue_reqs=0 if is_prefill else waiting,
+        decode_transfer_queue_reqs=0 if is_prefill else moving,
+        kv_transfer_speed_gb_s=rooms.loaded_bytes / _GIB / transfer_s if transfer_s else 0.0,
+        kv_transfer_latency_ms=1e3 * transfer_s / rooms.transferred if rooms.transferred else 0.0,
     )

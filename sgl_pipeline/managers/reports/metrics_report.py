@@ -139,7 +139,7 @@ class MetricsReport:
         cached_pages = state.load.free_pages - state.unused_pages
         rooms = {}
         if state.rooms is not None:
-            rooms = queue_stats(state.rooms, self._page_size, self._num_pages)
+            rooms = queue_stats(state.rooms, self._num_pages)
         retracted = self._upstream.num_retracted_reqs_total.labels(**self._upstream.labels)
         self._upstream.log_stats(
             SchedulerStats(

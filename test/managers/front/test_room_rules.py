@@ -26,11 +26,18 @@ def build(mode: Mode, sampling: Any = None, **fields: Any) -> Request:
 
 @pytest.mark.parametrize("mode", ROLES)
 def test_a_routed_request_has_its_room(mode: Mode) -> None:
-    assert build(mode, **ROUTED).room == Room("10.0.0.1", 9000, 2**63 - 1)
-    assert build(mode, **ROUTED | {"bootstrap_port": None}).room == Room(
-        "10.0.0.1", 8123, 2**63 - 1
-    )
+    is_decode = mode == "decode"
+    assert build(mode, **ROUTED).room == Room(2**63 - 1, "10.0.0.1:9000" * is_decode)
+    without_port = build(mode, **ROUTED | {"bootstrap_port": None}).room
+    assert without_port == Room(2**63 - 1, "10.0.0.1:8123" * is_decode)
     assert build(mode, **ROUTED | {"bootstrap_room": 0, "disagg_prefill_dp_rank": 0}).room
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_stands_in_brackets(host: str) -> None:
+    assert build("decode", **ROUTED | {"bootstrap_host": host}).room == Room(
+        2**63 - 1, "[::1]:9000"
+    )
 
 
 @pytest.mark.parametrize("mode", ROLES)
@@ -93,7 +100,7 @@ def test_a_prefill_server_refuses_a_length_that_a_decode_server_refuses() -> Non
 
 def test_a_refused_request_has_the_room_that_its_fields_make() -> None:
     rules = RoomRules("decode")
-    room = Room("10.0.0.1", 9000, 2**63 - 1)
+    room = Room(2**63 - 1, "10.0.0.1:9000")
     assert rules.room_of_refused(generate("r1", "hello", **ROUTED)) == room
     assert rules.room_of_refused(generate("r1", "hello", bootstrap_room=1)) is None
     assert NO_ROLE.room_of_refused(generate("r1", "hello", **ROUTED)) is None

@@ -68,20 +68,21 @@ def test_a_report_has_upstreams_counts_of_rooms(tmp_path: Path) -> None:
     capacity = PipelineCapacity(StagePlan(0, (1,)), None, 10, (stage(GIB),), "torch", "torch", GIB)
     report = LoadReport(loads_path(str(tmp_path)), args, capacity, "decode")
     state = pipeline.core.state(100.0, compiling_requests=0)
-    rooms = RoomsState(
-        unclaimed_rooms=1,
-        offered_rooms=2,
-        awaited_rooms=3,
-        loading_rooms=4,
-        moved=2,
-        moved_bytes=2 * GIB,
-        move_s=0.5,
-    )
     assert report.publish(state).disaggregation == DisaggregationMetrics("decode")
-    with_rooms = report.publish(msgspec.structs.replace(state, rooms=rooms))
-    assert with_rooms.disaggregation == DisaggregationMetrics(
-        "decode", 1, 2, 3, 4, kv_transfer_speed_gb_s=4.0, kv_transfer_latency_ms=250.0
+    rooms = RoomsState(
+        mode="decode",
+        num_peers=1,
+        bootstrap_requests=3,
+        transfer_requests=4,
+        transferred=2,
+        transfer_s=0.5,
+        loaded_bytes=2 * GIB,
     )
+    for mode, queues in (("decode", (0, 0, 3, 4)), ("prefill", (3, 4, 0, 0))):
+        with_rooms = msgspec.structs.replace(state, rooms=msgspec.structs.replace(rooms, mode=mode))
+        assert report.publish(with_rooms).disaggregation == DisaggregationMetrics(
+            "decode", *queues, kv_transfer_speed_gb_s=4.0, kv_transfer_latency_ms=250.0
+        )
     report.close()
 
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import pytest
 from prometheus_client import REGISTRY
 from sglang.srt.observability.metrics_collector import SchedulerStats
 
@@ -12,21 +11,17 @@ from sgl_pipeline.managers.reports.rooms_metrics import RoomsMetrics, queue_stat
 from sgl_pipeline.pipeline.pipeline_state import RoomsState
 
 ROOMS = RoomsState(
-    peers=2,
-    unclaimed_rooms=3,
-    offered_rooms=4,
-    held_pages=50,
-    awaited_rooms=5,
-    awaited_tokens=160,
-    loading_rooms=6,
+    mode="decode",
+    num_peers=2,
+    bootstrap_requests=3,
+    transfer_requests=4,
     promised_pages=25,
-    moved=4,
-    moved_bytes=4 * 2**30,
-    rendezvous_s=0.4,
-    promise_s=0.2,
-    move_s=2.0,
-    failed_before={"waiting timeout": 2},
-    failed_moves={"lost peer": 1},
+    transferred=4,
+    transfer_s=2.0,
+    bootstrap_failed=2,
+    transfer_failed=1,
+    computed_here=1,
+    loaded_bytes=4 * 2**30,
 )
 
 
@@ -35,16 +30,13 @@ class _Collector:
 
     def __init__(self) -> None:
         self.labels = {"engine_type": "decode"}
-        self.moves: list[tuple[str, dict[str, float]]] = []
+        self.transfers: list[dict[str, float]] = []
         self.failed: list[tuple[str, float]] = []
         self.num_bootstrap_failed_reqs = self._counter("bootstrap")
         self.num_transfer_failed_reqs = self._counter("transfer")
 
     def observe_kv_transfer_metrics(self, **values: float) -> None:
-        self.moves.append(("transfer", values))
-
-    def observe_kv_transfer_bootstrap(self, **values: float) -> None:
-        self.moves.append(("bootstrap", values))
+        self.transfers.append(values)
 
     def _counter(self, name: str) -> Any:
         def labels(**labels: str) -> Any:
@@ -59,13 +51,17 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_queues_and_shares_are_fields_of_upstreams_stats() -> None:
-    stats = SchedulerStats(**queue_stats(ROOMS, page_size=16, num_pages=100))
-    assert stats.num_prefill_bootstrap_queue_reqs.total == 3
-    assert stats.num_prefill_inflight_queue_reqs.total == 4
-    assert stats.num_decode_prealloc_queue_reqs.total == 5
-    assert stats.num_decode_transfer_queue_reqs.total == 6
-    assert stats.pending_prealloc_token_usage == pytest.approx(0.1)
+    stats = SchedulerStats(**queue_stats(ROOMS, num_pages=100))
+    assert stats.num_decode_prealloc_queue_reqs.total == 3
+    assert stats.num_decode_transfer_queue_reqs.total == 4
     assert stats.prealloc_full_token_usage == 0.25
+    assert stats.num_prefill_bootstrap_queue_reqs.total == 0
+    prefill = SchedulerStats(
+        **queue_stats(msgspec.structs.replace(ROOMS, mode="prefill"), num_pages=100)
+    )
+    assert prefill.num_prefill_bootstrap_queue_reqs.total == 3
+    assert prefill.num_prefill_inflight_queue_reqs.total == 4
+    assert prefill.num_decode_transfer_queue_reqs.total == 0
 
 
 def test_each_room_is_counted_once() -> None:
@@ -74,18 +70,19 @@ def test_each_room_is_counted_once() -> None:
     metrics = RoomsMetrics(collector, "m")
     metrics.publish(ROOMS)
     assert value("sgl_pipeline_rooms_peers") == 2
-    assert value("sgl_pipeline_rooms_pages", state="held") == 50
+    assert value("sgl_pipeline_rooms_pages", state="held") == 0
     assert value("sgl_pipeline_rooms_pages", state="promised") == 25
-    assert value("sgl_pipeline_rooms_failed_total", reason="waiting timeout") == 2
+    assert value("sgl_pipeline_rooms_computed_here_total") == 1
     assert collector.failed == [("bootstrap", 2), ("transfer", 1)]
     transfer = {"latency_ms": 500.0, "total_mb": 1024.0, "speed_gb_s": 2.0}
-    bootstrap = {"bootstrap_ms": 100.0, "alloc_ms": 50.0}
-    assert collector.moves == [("transfer", transfer), ("bootstrap", bootstrap)] * 4
+    assert collector.transfers == [transfer] * 4
 
     metrics.publish(ROOMS)
-    assert len(collector.moves) == 8, "nothing is counted twice"
-    assert value("sgl_pipeline_rooms_failed_total", reason="lost peer") == 1
-    later = msgspec.structs.replace(ROOMS, moved=5, failed_moves={"lost peer": 3})
-    metrics.publish(later)
-    assert value("sgl_pipeline_rooms_failed_total", reason="lost peer") == 3
-    assert collector.moves[-2][1]["speed_gb_s"] == 0.0, "no time was measured"
+    assert len(collector.transfers) == 4, "nothing is counted twice"
+    assert sum(number for _, number in collector.failed) == 3
+    metrics.publish(msgspec.structs.replace(ROOMS, transferred=5, computed_here=3))
+    assert value("sgl_pipeline_rooms_computed_here_total") == 3
+    assert collector.transfers[-1]["speed_gb_s"] == 0.0, "no time was measured"
+    metrics.publish(msgspec.structs.replace(ROOMS, mode="prefill", transferred=9, held_pages=7))
+    assert value("sgl_pipeline_rooms_pages", state="held") == 7
+    assert len(collector.transfers) == 5, "the decode server has counted them"
