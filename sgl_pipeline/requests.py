@@ -131,7 +131,7 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What joins the two halves of a request whose prompt one server computes and whose tokens
+    """The bond of the two halves of a request whose prompt one server computes and whose tokens
     another one draws (SGLang's bootstrap_room).
 
     No other request of either server has its `number`. `peer` is the port of the server that

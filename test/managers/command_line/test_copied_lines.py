@@ -98,7 +98,7 @@ def test_tensor_parallelism_is_what_cannot_be(line: DocumentedLine) -> None:
 
 
 def test_a_prefill_server_has_no_rdma_device() -> None:
-    with pytest.raises(ConfigurationError, match="-ib-device mlx5_bond_0.* it is for RDMA"):
+    with pytest.raises(ConfigurationError, match=r"-ib-device mlx5_bond_0.* it is for RDMA"):
         parse(PREFILL_SERVER.flags())
 
 

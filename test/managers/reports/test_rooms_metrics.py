@@ -83,6 +83,7 @@ def test_each_room_is_counted_once() -> None:
     metrics.publish(msgspec.structs.replace(ROOMS, transferred=5, computed_here=3))
     assert value("sgl_pipeline_rooms_computed_here_total") == 3
     assert collector.transfers[-1]["speed_gb_s"] == 0.0, "no time was measured"
-    metrics.publish(msgspec.structs.replace(ROOMS, mode="prefill", transferred=9, held_pages=7))
+    later = msgspec.structs.replace(ROOMS, computed_here=3, transferred=9)
+    metrics.publish(msgspec.structs.replace(later, mode="prefill", held_pages=7))
     assert value("sgl_pipeline_rooms_pages", state="held") == 7
     assert len(collector.transfers) == 5, "the decode server has counted them"
