@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from sgl_pipeline.cluster.keys import KEY_VARIABLE
 from sgl_pipeline.process_lifetime import child_environment, die_with_parent
@@ -29,13 +30,19 @@ _END_S = 40.0
 ROUTER_FLAGS = ("--policy", "cache_aware", "--disable-circuit-breaker")
 
 
-class Ports:
-    """Five ports in a row: the router's first."""
+class Ports(NamedTuple):
+    """Ports of this machine."""
 
-    def __init__(self, first: int) -> None:
-        self.router, self.prefill, self.decode, self.bootstrap, self.metrics = (
-            first + place for place in range(5)
-        )
+    router: int
+    prefill: int
+    decode: int
+    bootstrap: int
+    metrics: int  # the router's
+
+    @classmethod
+    def from_first(cls, first: int) -> "Ports":
+        """Five in a row."""
+        return cls(*range(first, first + len(cls._fields)))
 
     @property
     def servers(self) -> tuple[str, str]:
@@ -136,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _start(options: argparse.Namespace, group: Group, stop: StopRequest) -> None:
     """Starts the servers, and the router once both are there."""
-    ports = Ports(options.port)
+    ports = Ports.from_first(options.port)
     key = os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)
     for mode, port in (("prefill", ports.prefill), ("decode", ports.decode)):
         flags = [*options.flags, *shlex.split(getattr(options, mode))]

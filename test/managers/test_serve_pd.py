@@ -32,7 +32,7 @@ def python(code: str) -> list[str]:
 
 
 def test_the_servers_share_ports_and_flags() -> None:
-    ports = Ports(31000)
+    ports = Ports.from_first(31000)
     command = server_command("decode", ports.decode, ports, ["--pp", "2"])
     words = """-m sgl_pipeline.launch_server --host 127.0.0.1 --port 31002
         --disaggregation-mode decode --disaggregation-bootstrap-port 31003 --pp 2"""
@@ -40,7 +40,7 @@ def test_the_servers_share_ports_and_flags() -> None:
 
 
 def test_the_router_knows_both_and_lets_no_breaker_open() -> None:
-    command = router_command(Ports(31000), ["--log-level", "warn"])
+    command = router_command(Ports.from_first(31000), ["--log-level", "warn"])
     words = """-m sglang_router.launch_router --pd-disaggregation
         --prefill http://127.0.0.1:31001 31003 --decode http://127.0.0.1:31002
         --host 127.0.0.1 --port 31000 --prometheus-host 127.0.0.1 --prometheus-port 31004
