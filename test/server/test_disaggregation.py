@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import openai
@@ -37,7 +37,6 @@ class Apart:
     decode: LiveServer
     whole: LiveServer
     bootstrap: str
-    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     def ask(self, **body: Any) -> tuple[Any, Any]:
         """The answers of `/generate` by the two and by the one."""
