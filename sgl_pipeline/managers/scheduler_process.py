@@ -31,7 +31,7 @@ from sgl_pipeline.managers.core_start import build_core, recovery_actions, saved
 from sgl_pipeline.managers.front.garbage import postpone_full_collections
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
-from sgl_pipeline.managers.front.room_rules import RoomRules
+from sgl_pipeline.managers.front.room_fields import RoomFields
 from sgl_pipeline.managers.front.sglang_io import SglangFront
 from sgl_pipeline.managers.front.tier_requests import object_layout
 from sgl_pipeline.managers.grammars.channel import CompilerSetup
@@ -245,7 +245,7 @@ def _front(
         model.reasoning,
         context,
         spans,
-        RoomRules(args.disaggregation.mode, args.disaggregation.bootstrap_port),
+        RoomFields(args.disaggregation.mode, args.disaggregation.bootstrap_port),
     )
 
 

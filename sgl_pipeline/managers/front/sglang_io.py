@@ -25,7 +25,7 @@ from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
-from sgl_pipeline.managers.front.room_rules import NO_ROLE, RoomRules
+from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
 from sgl_pipeline.managers.front.sglang_output import (
     OutputCursor,
     OutputRow,
@@ -104,7 +104,7 @@ class SglangFront:
         reasoning: ReasoningMarks,
         context: "zmq.Context[zmq.Socket[bytes]]",
         spans: SpanSender | None = None,
-        rooms: RoomRules = NO_ROLE,
+        rooms: RoomFields = NO_ROLE,
     ) -> None:
         self.socket = _connect(context, zmq.PULL, port_args.scheduler_input_ipc_name)
         self._to_detokenizer = _connect(context, zmq.PUSH, port_args.detokenizer_ipc_name)

@@ -14,7 +14,7 @@ from typing import Any
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
-from sgl_pipeline.managers.front.room_rules import NO_ROLE, RoomRules
+from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
 from sgl_pipeline.managers.upstream.stop_regex import StopRegexes
 from sgl_pipeline.managers.upstream.stop_text import StopTextCheck, check_stop_strings
 from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage, SamplingMessage
@@ -80,7 +80,7 @@ class RequestIntake:
         tokenizer: Any,
         random_seed: int | None,
         priorities: PriorityRules,
-        rooms: RoomRules = NO_ROLE,
+        rooms: RoomFields = NO_ROLE,
     ) -> None:
         self._limits = limits
         self.pool_tokens = pool_tokens

@@ -13,7 +13,7 @@ from support.upstream_front import UpstreamFront, generate
 from sgl_pipeline.args import HOST_BACKEND
 from sgl_pipeline.args.disaggregation_args import Mode
 from sgl_pipeline.errors import QueueFullError
-from sgl_pipeline.managers.front.room_rules import RoomRules
+from sgl_pipeline.managers.front.room_fields import RoomFields
 from sgl_pipeline.managers.front.sglang_io import (
     AbortRequest,
     ControlRequest,
@@ -82,7 +82,7 @@ def test_requests_arrive_one_by_one_and_in_batches(upstream: UpstreamFront) -> N
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_the_room_of_a_refused_request_is_handed_out_for_its_other_server(mode: Mode) -> None:
-    upstream = UpstreamFront(rooms=RoomRules(mode))
+    upstream = UpstreamFront(rooms=RoomFields(mode))
     room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 7}
     upstream.send(generate("r1", [100_000], **room))
     (refused,) = receive(upstream)

@@ -10,7 +10,7 @@ from support.upstream_front import LIMITS, POOL_TOKENS, generate
 from sgl_pipeline.args.disaggregation_args import Mode
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
-from sgl_pipeline.managers.front.room_rules import NO_ROLE, RoomRules
+from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
 from sgl_pipeline.managers.front.sglang_requests import RequestIntake
 from sgl_pipeline.requests import Request, Room
 
@@ -19,8 +19,8 @@ ROLES: tuple[Mode, ...] = ("prefill", "decode")
 
 
 def build(mode: Mode, sampling: Any = None, **fields: Any) -> Request:
-    rules = RoomRules(mode, 8123)
-    intake = RequestIntake(LIMITS, POOL_TOKENS, byte_tokenizer(), None, PriorityRules(), rules)
+    rooms = RoomFields(mode, 8123)
+    intake = RequestIntake(LIMITS, POOL_TOKENS, byte_tokenizer(), None, PriorityRules(), rooms)
     return intake.build(generate("r1", "hello", sampling=sampling, **fields), now_s=0.0)
 
 
@@ -99,8 +99,8 @@ def test_a_prefill_server_refuses_a_length_that_a_decode_server_refuses() -> Non
 
 
 def test_a_refused_request_has_the_room_that_its_fields_make() -> None:
-    rules = RoomRules("decode")
+    rooms = RoomFields("decode")
     room = Room(2**63 - 1, "10.0.0.1:9000")
-    assert rules.room_of_refused(generate("r1", "hello", **ROUTED)) == room
-    assert rules.room_of_refused(generate("r1", "hello", bootstrap_room=1)) is None
+    assert rooms.room_of_refused(generate("r1", "hello", **ROUTED)) == room
+    assert rooms.room_of_refused(generate("r1", "hello", bootstrap_room=1)) is None
     assert NO_ROLE.room_of_refused(generate("r1", "hello", **ROUTED)) is None

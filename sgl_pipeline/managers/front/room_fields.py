@@ -19,9 +19,9 @@ MAX_ROOM_NUMBER = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class RoomRules:
-    """The role of this server, and the bootstrap port of prefill servers where a request names
-    none."""
+class RoomFields:
+    """Reads them for a server of role `mode`; `default_port` is the bootstrap port of a prefill
+    server where a request names none."""
 
     mode: Mode = "null"
     default_port: int = 8998
@@ -82,8 +82,8 @@ class RoomRules:
                 )
 
 
-# The rules of a server that prefills and decodes.
-NO_ROLE = RoomRules()
+# For a server that prefills and decodes.
+NO_ROLE = RoomFields()
 
 
 def _integer(name: str, value: int, least: int, most: int) -> int:
