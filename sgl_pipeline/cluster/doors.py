@@ -17,6 +17,7 @@ from sgl_pipeline.cluster.keys import greeting_key
 
 # The digit is the version of what crosses the port.
 MAGIC = b"sglpipe1"
+MAGIC_BYTES = len(MAGIC)
 _BODY = struct.Struct("<8s64s16s")  # magic, name padded by zeros, a number used once
 _MAC_BYTES = 32
 GREETING_BYTES = _BODY.size + _MAC_BYTES
@@ -62,6 +63,12 @@ def read_greeting(key: bytes, data: bytes) -> tuple[str | None, bytes]:
     if not hmac.compare_digest(hmac.digest(key, body, "sha256"), mac):
         return None, OTHER_KEY
     return name.rstrip(b"\0").decode("ascii", "replace"), PASSED_ON
+
+
+def is_greeting(start: bytes) -> bool:
+    """True if a connection that begins with these `MAGIC_BYTES` bytes may go on as a greeting, of
+    this version or another one."""
+    return start[:-1] == MAGIC[:-1]
 
 
 class Door:

@@ -31,6 +31,7 @@ from sgl_pipeline.managers.core_start import build_core, recovery_actions, saved
 from sgl_pipeline.managers.front.garbage import postpone_full_collections
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.front.room_fields import RoomFields
 from sgl_pipeline.managers.front.sglang_io import SglangFront
 from sgl_pipeline.managers.front.tier_requests import object_layout
 from sgl_pipeline.managers.grammars.channel import CompilerSetup
@@ -132,7 +133,9 @@ def _serve(
         capacity = launcher.start()
         facts = _log_start(args, capacity)
         core = build_core(args, model.spec, model.limits, capacity, predictor)
-        loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
+        loads = LoadReport(
+            loads_path(args.run_directory), args.scheduling, capacity, args.disaggregation.mode
+        )
         stack.callback(loads.close)
         live = _live_report(args, server_args, context, core.scheduler, facts)
         if live is not None:
@@ -242,6 +245,7 @@ def _front(
         model.reasoning,
         context,
         spans,
+        RoomFields(args.disaggregation.mode, args.disaggregation.bootstrap_port),
     )
 
 
@@ -319,6 +323,7 @@ def _open_metrics(
 
     return MetricsReport(
         server_args,
+        engine_type=args.disaggregation.engine_type,
         num_stages=args.stages.num_stages,
         page_size=args.scheduling.page_size,
         num_pages=capacity.num_pages,

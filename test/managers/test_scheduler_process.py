@@ -82,6 +82,7 @@ class Parts:
         args: Any = SimpleNamespace(
             run_directory="",
             scheduling=None,
+            disaggregation=SimpleNamespace(mode="null"),
             grammars=SimpleNamespace(compile_seconds=1.0),
             migration=SimpleNamespace(mode="off"),
             tiers=SimpleNamespace(backend=None),
