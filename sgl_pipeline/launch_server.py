@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 
 _EXIT_INTERRUPTED = 130
-_ROLES_ARE_JOINED = False  # scheduler and stages do not know of prefill and decode servers yet
 _LAST_SPANS_S = 3.0  # the limit for exporting the last spans
 _LISTEN_S, _LISTEN_POLL_S = 20.0, 0.05  # seconds
 
@@ -177,10 +176,6 @@ def _take_role(plan: "LaunchPlan", args: PipelineArgs, stack: contextlib.ExitSta
         write_key,
     )
 
-    require(
-        _ROLES_ARE_JOINED,
-        f"--disaggregation-mode {args.disaggregation.mode}: its parts are not joined yet",
-    )
     write_key(args)
     if args.disaggregation.mode == "prefill":
         port = BootstrapPort(bootstrap_setup(args, plan.upstream.host, plan.upstream.port))

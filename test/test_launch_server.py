@@ -1,4 +1,3 @@
-import contextlib
 import os
 import socket
 import subprocess
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from sgl_pipeline import launch_server
-from sgl_pipeline.args import DisaggregationArgs, PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,17 +93,3 @@ def test_a_start_up_error_is_one_line_and_leaves_nothing_behind(
         "sgl_pipeline: error: --model-path /no/such/model does not exist"
     )
     assert list(directory.iterdir()) == []
-
-
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_role_is_refused_until_its_parts_are_joined(mode: Any) -> None:
-    args = PipelineArgs(
-        stages=StageArgs(model_path="m", dtype="float32"),
-        disaggregation=DisaggregationArgs(mode=mode),
-    )
-    plan: Any = None
-    with (
-        contextlib.ExitStack() as stack,
-        pytest.raises(ConfigurationError, match=f"--disaggregation-mode {mode}: .* not joined yet"),
-    ):
-        launch_server._take_role(plan, args, stack)

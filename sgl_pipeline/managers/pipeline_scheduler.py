@@ -21,6 +21,7 @@ from sgl_pipeline.managers.front.sglang_io import (
     AbortRequest,
     ControlRequest,
     Received,
+    RefusedRoom,
     SglangFront,
 )
 from sgl_pipeline.managers.front.tier_requests import TierRequests
@@ -35,7 +36,7 @@ from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.records.recovery_record import RecoveryRecord
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
 from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady, MoveReport
 from sgl_pipeline.wire.stage_messages import (
@@ -107,6 +108,7 @@ class PipelineScheduler:
             Request: self._add,
             ConstrainedRequest: self._hold,
             AbortRequest: self._abort_all,
+            RefusedRoom: self._end_refused,
             ControlRequest: self._answer,
         }
         # `StageLauncher.receive` keeps StillLoading and WorkerFailed for itself.
@@ -224,13 +226,16 @@ class PipelineScheduler:
             self._abort(request, message.finish)
 
     def _refuse(self, request: Request, error: RequestError) -> None:
-        self._end_room(request, str(error), error.status_code)
+        self._end_room(request.room, str(error), error.status_code)
         self._front.refuse(request, error)
 
-    def _end_room(self, request: Request, reason: str, status: int) -> None:
+    def _end_refused(self, message: RefusedRoom) -> None:
+        self._end_room(message.room, message.text, message.status_code)
+
+    def _end_room(self, room: Room | None, reason: str, status: int) -> None:
         """A request has ended that was never queued: its other half, if it has one, ends too."""
         if self._rooms is not None:
-            self._rooms.refused(request.room, reason, status, self._now_s)
+            self._rooms.refused(room, reason, status, self._now_s)
 
     def _serve_rooms(self, now_s: float) -> None:
         if self._rooms is not None:
@@ -279,7 +284,7 @@ class PipelineScheduler:
 
     def _end_unqueued(self, request: Request, finish: FinishReason) -> None:
         """A request has ended while it waited for its grammar."""
-        self._end_room(request, finish.message, finish.status_code or 500)
+        self._end_room(request.room, finish.message, finish.status_code or 500)
 
     def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""

@@ -28,6 +28,7 @@ from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_add
 from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.core_start import build_core, recovery_actions, saved_predictor
+from sgl_pipeline.managers.disaggregation.open_rooms import open_rooms
 from sgl_pipeline.managers.front.garbage import postpone_full_collections
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
@@ -156,9 +157,12 @@ def _serve(
         store = _tier_driver(args, core.scheduler, open_store, opened, poller)
         if store is not None:
             stack.callback(store.close)
+        rooms = open_rooms(args, model.spec, core, launcher.roster, server_args.port, poller)
+        if rooms is not None:
+            stack.callback(rooms.close)
         reports = Reports(facts, args.migration.mode, traces, loads, metrics, live)
         PipelineScheduler(
-            front, core, launcher, recovery, grammars, operators, reports, store, poller
+            front, core, launcher, recovery, grammars, operators, reports, store, poller, rooms
         ).run()
 
 

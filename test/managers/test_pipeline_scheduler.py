@@ -14,7 +14,7 @@ from support.pipelines import make_request, new_scheduler
 
 from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError, StageFailure
 from sgl_pipeline.managers import pipeline_scheduler
-from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest
+from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest, RefusedRoom
 from sgl_pipeline.managers.grammars.channel import CompileJob
 from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.managers.grammars.queue import GrammarQueue
@@ -318,6 +318,13 @@ def test_the_other_half_hears_of_a_request_that_ends_before_its_grammar_is_there
     held = ConstrainedRequest(request, GrammarSpec("ebnf", SEVENS))
     run(parts, [[held], [AbortRequest((request,), BY_CLIENT)], [SHUT_DOWN]], rooms=rooms)
     assert rooms.opened_rooms == [] and rooms.refused_rooms == [(1, "aborted by the client", 500)]
+
+
+def test_the_other_half_hears_of_a_request_that_could_not_be_read(parts):
+    rooms = FakeRooms(parts.steps, set())
+    run(parts, [[RefusedRoom(Room(4), "temperature", 400)], [SHUT_DOWN]], rooms=rooms)
+    assert rooms.refused_rooms == [(4, "temperature", 400)]
+    run(parts, [[RefusedRoom(Room(4), "temperature", 400)], [SHUT_DOWN]])
 
 
 def test_a_request_that_ends_with_its_room_is_answered(parts):

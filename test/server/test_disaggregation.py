@@ -13,16 +13,10 @@ from support.live_server import LiveServer, start_server, wait_until, wait_until
 from support.ports import number_of, reserve_port
 from support.router import FOLDER, NEEDS_ROUTER
 
-from sgl_pipeline import launch_server
 from sgl_pipeline.cluster.keys import KEY_VARIABLE
 from sgl_pipeline.managers.serve_pd import HOST, Ports, router_command, router_environment
 
-pytestmark = [
-    *NEEDS_ROUTER,
-    pytest.mark.skipif(
-        not launch_server._ROLES_ARE_JOINED, reason="servers with a role do not start yet"
-    ),
-]
+pytestmark = NEEDS_ROUTER
 # Longer than a page.
 PROMPT = "What is 17 + 25? Add the numbers, and say nothing but the sum. "
 RANKS = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")

@@ -49,7 +49,7 @@ def bootstrap_setup(args: PipelineArgs, host: str, http_port: int) -> BootstrapS
     topology = PrefillTopology(
         pp_size=stages.num_stages,
         page_size=args.scheduling.page_size,
-        kv_cache_dtype=stages.dtype if stages.kv_cache_dtype == "auto" else stages.kv_cache_dtype,
+        kv_cache_dtype=stages.kv_dtype,
         prefill_http_port=http_port,
     )
     return BootstrapSetup(args.run_directory, host, args.disaggregation.bootstrap_port, topology)
