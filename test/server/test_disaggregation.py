@@ -1,7 +1,10 @@
 """A prefill and a decode server behind SGLang's router: answers are those of one server."""
 
+import json
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,9 @@ from sgl_pipeline.managers.serve_pd import HOST, Ports, router_command, router_e
 pytestmark = NEEDS_ROUTER
 # Longer than a page.
 PROMPT = "What is 17 + 25? Add the numbers, and say nothing but the sum. "
+PAGE_SIZE = 16
+FLAGS = ("--dtype", "float32", "--cpu-threads-per-stage", "1")
+KEY = {KEY_VARIABLE: "a key of the tests, as long as is needed"}
 RANKS = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
 
 
@@ -45,17 +51,15 @@ class Apart:
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Apart]:
     with ExitStack() as stack:
-        flags = ("--dtype", "float32", "--cpu-threads-per-stage", "1")
         bootstrap, router, metrics = (
             stack.enter_context(closing(reserve_port())) for _ in range(3)
         )
         role = ("--disaggregation-bootstrap-port", str(number_of(bootstrap)))
-        key = {KEY_VARIABLE: "a key of the tests, as long as is needed"}
         servers = []
         for more in (("prefill", "2"), ("decode", "1")):
             roles = ("--disaggregation-mode", more[0], "--pp", more[1], *role)
-            servers.append(start_server(*roles, *flags, environment=key))
-        servers.append(start_server("--pp", "1", *flags))
+            servers.append(start_server(*roles, *FLAGS, environment=KEY))
+        servers.append(start_server("--pp", "1", *FLAGS))
         for server in servers:
             stack.callback(stop, server.process)
         for server in servers:
@@ -72,6 +76,21 @@ def apart() -> Iterator[Apart]:
         url = f"http://{HOST}:{ports.router}"
         wait_until(lambda: num_healthy(url) == 2, 60)
         yield Apart(url, prefill, decode, whole, f"http://{HOST}:{ports.bootstrap}")
+
+
+@pytest.fixture(autouse=True)
+def no_page_is_kept(apart: Apart) -> Iterator[None]:
+    """Nothing is held or promised when all clients have their answers."""
+    yield
+    for server in (apart.prefill, apart.decode):
+        wait_until(lambda server=server: is_at_rest(server))
+
+
+def is_at_rest(server: LiveServer) -> bool:
+    facts = server.facts()
+    rooms = facts["rooms"]
+    kept = ("bootstrap_requests", "transfer_requests", "held_pages", "promised_pages")
+    return not (facts["num_running_requests"] or any(rooms[name] for name in kept))
 
 
 def num_healthy(url: str) -> int:
@@ -98,6 +117,19 @@ def test_tokens_are_those_of_one_server(apart: Apart, sampling: dict[str, Any]) 
     assert ours["output_ids"] == whole["output_ids"] and len(ours["output_ids"]) == 16
 
 
+def test_a_prompt_is_computed_once(apart: Apart) -> None:
+    ids = [5 + place * place % 200 for place in range(20 * PAGE_SIZE)]
+    wanted = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
+    before, computed = apart.decode.facts(), []
+    for _ in range(2):
+        ours, whole = apart.ask(input_ids=ids, sampling_params=wanted)
+        assert ours["output_ids"] == whole["output_ids"]
+        computed.append(apart.decode.facts()["prefill_tokens"] - before["prefill_tokens"])
+    assert 1 <= computed[0] <= PAGE_SIZE and computed[1] <= 2 * PAGE_SIZE
+    loaded = apart.decode.facts()["rooms"]["loaded_pages"] - before["rooms"]["loaded_pages"]
+    assert loaded == 19  # those of the second request were cached
+
+
 def test_log_probabilities_of_prompt_and_output_are_those_of_one_server(apart: Apart) -> None:
     ours, whole = apart.ask(
         text=PROMPT + "1",
@@ -109,6 +141,26 @@ def test_log_probabilities_of_prompt_and_output_are_those_of_one_server(apart: A
         one, other = ours["meta_info"][name], whole["meta_info"][name]
         assert [ids for _, ids, _ in one] == [ids for _, ids, _ in other], name
         assert [p for p, *_ in one[1:]] == pytest.approx([p for p, *_ in other[1:]], abs=1e-3)
+
+
+def test_a_stream_has_the_log_probabilities_of_its_prompt(apart: Apart) -> None:
+    body = {
+        "text": PROMPT * 2 + "2",
+        "return_logprob": True,
+        "logprob_start_len": 5,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True},
+    }
+    last = []
+    for url in (apart.router, apart.whole.url):
+        with requests.post(f"{url}/generate", json=body, timeout=60, stream=True) as answer:
+            lines = [line[6:] for line in answer.iter_lines() if line.startswith(b"data: {")]
+        last.append(json.loads(lines[-1]))
+    ours, whole = last
+    assert ours["output_ids"] == whole["output_ids"]
+    one, other = (chunk["meta_info"]["input_token_logprobs"] for chunk in last)
+    assert len(one) > 3 * PAGE_SIZE and [ids for _, ids, _ in one] == [ids for _, ids, _ in other]
+    assert [p for p, *_ in one[1:]] == pytest.approx([p for p, *_ in other[1:]], abs=1e-3)
 
 
 def test_several_prompts_and_samples_are_those_of_one_server(apart: Apart) -> None:
@@ -158,3 +210,65 @@ def test_the_bootstrap_port_shows_the_topology(apart: Apart) -> None:
     topology = answer.json()
     assert (topology["pp_size"], topology["kv_cache_dtype"]) == (2, "float32")
     assert topology["prefill_http_port"] == apart.prefill.port
+
+
+def test_a_client_that_leaves_ends_its_room_on_both(apart: Apart) -> None:
+    body = {
+        "text": PROMPT * 4,
+        "stream": True,
+        "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+    }
+    with requests.post(f"{apart.router}/generate", json=body, timeout=60, stream=True) as answer:
+        assert next(answer.iter_lines()).startswith(b"data: {")
+        assert apart.decode.facts()["num_running_requests"] == 1
+    wait_until(lambda: is_at_rest(apart.prefill) and is_at_rest(apart.decode))
+
+
+def test_an_aborted_half_ends_the_other(apart: Apart) -> None:
+    """The decode server's half waits for a prompt that nobody computes."""
+    port = int(apart.bootstrap.rpartition(":")[2])
+    with ThreadPoolExecutor() as threads:
+        half = threads.submit(ask_half, apart.decode, 77, port, rid="left-alone")
+        wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
+        requests.post(f"{apart.decode.url}/abort_request", json={"rid": "left-alone"}, timeout=30)
+        half.result(20)
+    answer = ask_half(apart.prefill, 77, port)
+    assert answer.status_code >= 400 and "abort" in answer.text.lower(), answer.text
+
+
+def test_a_killed_prefill_server_ends_its_requests_by_name_and_no_others(apart: Apart) -> None:
+    with closing(reserve_port()) as reserved, ThreadPoolExecutor() as threads:
+        port = number_of(reserved)
+        roles = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
+        second = start_server(*roles, "--pp", "1", *FLAGS, environment=KEY)
+        try:
+            wait_until_ready(second)
+            both = [
+                threads.submit(ask_half, server, 5, port, max_new_tokens=400)
+                for server in (second, apart.decode)
+            ]
+            assert both[0].result(60).status_code == 200
+            waiting = threads.submit(ask_half, apart.decode, 6, port)
+            wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
+            second.scheduler().kill()
+            begin_s = time.monotonic()
+            answer = waiting.result(30)
+            assert time.monotonic() - begin_s < 10.0
+            assert answer.status_code == 503 and f"{HOST}:{port}" in answer.text, answer.text
+            assert len(both[1].result(60).json()["output_ids"]) == 400
+        finally:
+            stop(second.process)
+
+
+def ask_half(
+    server: LiveServer, room: int, port: int, rid: str | None = None, max_new_tokens: int = 4
+) -> requests.Response:
+    """One of the two requests that a router makes of one."""
+    return server.generate(
+        text=PROMPT * 3,
+        rid=rid,
+        bootstrap_host=HOST,
+        bootstrap_port=port,
+        bootstrap_room=room,
+        sampling_params={"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True},
+    )
