@@ -128,15 +128,17 @@ class RequestExplainer:
             behind = None if claimant is None else claimant.request_id
             text = f"request {behind} is computing {awaited.end} tokens that this one needs too"
             return _explanation(request, "shared-prefix", text, behind)
-        # Requests that wait for a prefix keep their place in the order and hold no other back.
         ahead = [
-            other
-            for other in self._waiting.ahead_of(request)
-            if self._waiting.awaited_node(other) is None
+            other for other in self._waiting.ahead_of(request) if not self._is_passed_over(other)
         ]
         if ahead:
             return _behind(request, ahead)
         return self._first_in_queue(request, budget)
+
+    def _is_passed_over(self, request: Request) -> bool:
+        """True if it waits for its prefix: it keeps its place in the order and holds no other
+        back."""
+        return self._waiting.is_held(request) or self._waiting.awaited_node(request) is not None
 
     def _first_in_queue(self, request: Request, budget: TokenBudget) -> Explanation:
         num_running = len(self._running)
@@ -174,7 +176,7 @@ class RequestExplainer:
         explained: list[tuple[Request, Explanation]] = []
         before: list[Request] = []
         for request in self._waiting.first(num_requests):
-            if self._waiting.awaited_node(request) is not None:
+            if self._is_passed_over(request):
                 explanation = self.explain(request, budget, is_paused=is_paused)
             else:
                 if before and not is_paused and not request.steps_in_flight:

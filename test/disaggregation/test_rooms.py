@@ -167,7 +167,11 @@ def test_each_phase_of_a_room_is_explained() -> None:
         assert explanation is not None
         return explanation.rule, explanation.text
 
+    third = decode_half(world, 9, [5])
     step(world, 4)
+    queue = decode.core.scheduler.explain_queue(2)
+    assert [one.text for _, one in queue] == ["another server computes its prompt"] * 2
+    world.abort(decode, third)
     assert explained(decode, second) == ("loading", "another server computes its prompt")
     assert decode_state(decode.rooms, decode.tier).bootstrap_requests == 1
     prefill_half(world, 1)
