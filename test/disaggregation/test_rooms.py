@@ -172,6 +172,7 @@ def test_each_phase_of_a_room_is_explained() -> None:
     queue = decode.core.scheduler.explain_queue(2)
     assert [one.text for _, one in queue] == ["another server computes its prompt"] * 2
     world.abort(decode, third)
+    step(world, 1)
     assert explained(decode, second) == ("loading", "another server computes its prompt")
     assert decode_state(decode.rooms, decode.tier).bootstrap_requests == 1
     prefill_half(world, 1)
