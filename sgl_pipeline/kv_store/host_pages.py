@@ -14,8 +14,9 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.kv_store.page_store import StoreCounts
 from sgl_pipeline.page_record import PageRecord
 
-# The most that stages may be writing, and are not committed (`scheduling/page_saves.py`).
-PAGES_UNDER_WAY = 64
+# The most that stages may be writing, and are not committed: all saves that
+# `scheduling/page_saves.py` has under way.
+PAGES_UNDER_WAY = 256
 # There is no upkeep.
 NEVER_S = 3600.0
 

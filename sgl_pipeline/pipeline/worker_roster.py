@@ -8,19 +8,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from sgl_pipeline import __version__
 from sgl_pipeline.args import PipelineArgs
-from sgl_pipeline.costs.stage_costs import TYPICAL_STEP
 from sgl_pipeline.errors import ConfigurationError, ProtocolError
-from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
+from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.assignment import assign, link_addresses, page_links, place_newcomers
+from sgl_pipeline.pipeline.cost_survey import CostSurvey
 from sgl_pipeline.pipeline.known_worker import Worker, WorkerPhase, expect
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
-from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer, plan_by_time
 from sgl_pipeline.pipeline.stage_workers import StageWorkers
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import (
     FromWorker,
-    MeasureCosts,
     MeasuredCosts,
     PoolSize,
     Regroup,
@@ -53,9 +51,8 @@ class WorkerRoster(StageWorkers):
         self, args: PipelineArgs, num_layers: int, predictor: StepPredictor | None = None
     ) -> None:
         super().__init__(args.stages.num_stages)
-        self._predictor = predictor
         self._args = args
-        self._num_layers = num_layers
+        self._survey = CostSurvey(args, num_layers, predictor)
         self.plan = parse_layer_partition(args.stages.layer_partition, self.num_stages, num_layers)
         self.predicted_ms: tuple[float, ...] | None = None
         self.num_pages: int | None = None
@@ -65,8 +62,6 @@ class WorkerRoster(StageWorkers):
         self._first_plan = self.plan
         # Of the newest worker of each stage, even if it was lost.
         self._hellos: dict[int, WorkerHello] = {}
-        # Where workers were last asked to measure: host and index of the GPU.
-        self._measures_on: dict[int, tuple[str, int]] = {}
 
     @property
     def can_regroup(self) -> bool:
@@ -212,8 +207,7 @@ class WorkerRoster(StageWorkers):
     def layer_counts(self, num_stages: int) -> tuple[int, ...]:
         """The split over the workers to which `reassign` would give `num_stages` stages."""
         chosen = [self._workers[number] for number in self._candidates[:num_stages]]
-        device, known = self._args.stages.device, self._workers.values()
-        return counts_for_fewer(chosen, known, device, self._num_layers, self._predictor)
+        return self._survey.layer_counts(chosen, self._workers.values())
 
     def reassign(self, plan: StagePlan, incarnation: int) -> list[Addressed]:
         """Gives the stages of `plan`, more or fewer than before, to the workers that fill one, in
@@ -294,47 +288,14 @@ class WorkerRoster(StageWorkers):
 
     def _what_follows(self) -> Iterator[Addressed]:
         if self.plan is None:
-            yield from self._measure_or_plan()
+            found = self._survey.plan(self._workers)
+            if found is None:
+                yield from self._survey.next_orders(self._workers)
+            else:
+                self.plan, self.predicted_ms = found
         if self.plan is not None:
             yield from self._fill_stages(self.plan)
             yield from self._size_pools()
-
-    def _measure_or_plan(self) -> Iterator[Addressed]:
-        """Asks the first workers, as many as there are stages, for costs, and plans by them.
-        Workers that share a GPU are asked in turn: each would measure the others' kernels too."""
-        alive = (n for n, worker in self._workers.items() if worker.phase is not WorkerPhase.LOST)
-        first = sorted(alive)[: self.num_stages]
-        if len(first) < self.num_stages:
-            return
-        workers = [self._workers[number] for number in first]
-        if all(worker.costs is not None for worker in workers):
-            found = [worker.costs for worker in workers if worker.costs is not None]
-            hosts = [worker.hello.host_key for worker in workers]
-            self.plan, self.predicted_ms = plan_by_time(
-                found, hosts, self._args.stages, self._predictor
-            )
-            return
-        steps = (TYPICAL_STEP,) if self._predictor is None else ()
-        even = StagePlan(0, even_layer_counts(self._num_layers, self.num_stages))
-        assignments = assign([worker.hello for worker in workers], even, self._args)
-        for number, assignment in zip(first, assignments, strict=True):
-            worker = self._workers[number]
-            card = (worker.hello.host_key, assignment.gpu)
-            if worker.phase is not WorkerPhase.GREETED or worker.costs is not None:
-                continue
-            if self._args.stages.device == "cuda" and card in self._busy_cards():
-                continue
-            worker.phase = WorkerPhase.MEASURING
-            self._measures_on[number] = card
-            yield number, MeasureCosts(assignment, steps)
-
-    def _busy_cards(self) -> set[tuple[str, int]]:
-        """Host and index of the GPUs that a worker measures on."""
-        return {
-            card
-            for number, card in self._measures_on.items()
-            if self._workers[number].phase is WorkerPhase.MEASURING
-        }
 
     def _fill_stages(self, plan: StagePlan) -> Iterator[Addressed]:
         """Gives vacant stages to workers without a stage, in order; not before each stage has had a

@@ -1,10 +1,10 @@
 """Pages that outlive the pool: what is saved to a store, and what comes back before it is needed.
 
-The face of `page_loads.py` and `page_saves.py` to `PipelineCore`. Off until `use`: then it costs
-nothing. Transfers are ordered in the stream of orders, and only while no layer moves and no stage
-is taken over: whatever interrupts them cancels them all here at once, and `UseStore`, the next
-order, in the stages. So a page that is taken back is never given out before the order that ends
-its transfer. Pure.
+The face of `page_wishes.py`, `page_loads.py` and `page_saves.py` to `PipelineCore`. Off until
+`use`: then it costs nothing. Transfers are ordered in the stream of orders, and only while no layer
+moves and no stage is taken over: whatever interrupts them cancels them all here at once, and
+`UseStore`, the next order, in the stages. So a page that is taken back is never given out before
+the order that ends its transfer. Pure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,10 @@ from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.requests import Request
-from sgl_pipeline.scheduling.page_loads import Lookup, PageLoad, PageLoads
+from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
 from sgl_pipeline.scheduling.page_run import PageRun
 from sgl_pipeline.scheduling.page_saves import PageSaves
+from sgl_pipeline.scheduling.page_wishes import Lookup, PageWishes
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_storage import RadixStorage
 from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
@@ -65,8 +66,17 @@ class KvTier:
         self.rules = TierRules()
         self._storage, self._pages, self._waiting = storage, pages, waiting
         self._running, self._log = running, log
+        self.wishes = PageWishes(storage, waiting, self.counts)
         self.loads = PageLoads(
-            tree, demand, storage, pages, waiting, self.counts, self._on_loaded, self.broken
+            tree,
+            demand,
+            storage,
+            pages,
+            waiting,
+            self.counts,
+            self._on_loaded,
+            self.broken,
+            self.wishes,
         )
         self.saves = PageSaves(storage, tree.page_size, self.counts, self.commits)
         self._place: StorePlace | None = None
@@ -102,7 +112,7 @@ class KvTier:
 
     def interrupt(self) -> None:
         """Cancels all transfers. Requests that wait for one are looked up again."""
-        requests = self.loads.cancel()
+        requests = self.wishes.cancel() + self.loads.cancel()
         self.saves.cancel()
         self._first_transfer = self._next_transfer
         self._is_stale = True
@@ -144,6 +154,7 @@ class KvTier:
         self._is_stale = False
         if not self.is_on:
             return
+        self.wishes.give_up_late(now_s, self.rules)
         self.loads.give_up_late(now_s, self.rules)
         if place is None:
             return
@@ -184,11 +195,11 @@ class KvTier:
 
     def take_lookups(self) -> list[Lookup]:
         """The next questions for the store; the answers go to `found`."""
-        return self.loads.take_lookups(self.rules.look_ahead)
+        return self.wishes.take_lookups(self.rules.look_ahead - self.loads.num_under_way)
 
     def found(self, number: int, records: Sequence[PageRecord]) -> None:
         """The store's answer to a lookup: the records of its first pages."""
-        self.loads.found(number, records)
+        self.wishes.answered(number, records)
 
     # What the scheduler's parts report
 
@@ -228,7 +239,7 @@ class KvTier:
             self._rests_until_s = now_s + REST_S
 
     def _on_queued(self, request: Request) -> None:
-        self.loads.queued(request, self.rules, max(self._now_s, request.arrival_s))
+        self.wishes.queued(request, self.rules, max(self._now_s, request.arrival_s))
 
     def _on_loaded(self, end: RadixNode, pages: list[int]) -> None:
         self.saves.loaded(end, len(pages))

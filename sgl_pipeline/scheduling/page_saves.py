@@ -22,9 +22,10 @@ from sgl_pipeline.scheduling.tier_counts import TierCounts
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import UINT32, PagesSaved, SavePages
 
-# Pages of one order, and orders that a stage has at a time: one runs, the next one waits.
+# Pages of one order, and orders under way: one takes about as long as the pipeline is deep, and two
+# fell behind a busy one in the simulator (benchmark/results/CLAIMS.md).
 PAGES_PER_SAVE = 32
-SAVES_AT_A_TIME = 2
+SAVES_AT_A_TIME = 8
 # Nodes that one call looks at.
 DUE_LOOK_AHEAD = 16
 # Nodes next to be evicted that `write_back` looks at.
@@ -156,11 +157,9 @@ class PageSaves:
             node = node.parent
 
     def cancel(self) -> None:
-        """Forgets the saves under way; their pages are due again."""
+        """Forgets the saves under way; their pages are due still."""
         for save in self._saves.values():
             self._storage.unlock(save.node)
-            if save.node.run is not None:
-                self._due[save.node] = None
         self._saves.clear()
 
     def begin(self, policy: WritePolicy) -> None:

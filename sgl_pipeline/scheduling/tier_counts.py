@@ -9,6 +9,7 @@ UnfulfilledReason = Literal[
     "device_covered",  # cached by the time the answer came
     "device_capacity",  # no pages to load them into
     "slower_than_compute",
+    "owed",  # behind pages that a replaced stage must compute again
     "deadline",
     "storage_transfer",  # a load that failed or was broken
     "dropped",  # the transfers were cancelled

@@ -13,7 +13,7 @@ from typing import Literal
 from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.scheduling.page_loads import Lookup
+from sgl_pipeline.scheduling.page_wishes import Lookup
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     LoadPages,

@@ -60,7 +60,7 @@ class RightPages:
 @dataclass(frozen=True, slots=True)
 class StoreTempo:
     """Most seconds of a page's read or write, and of an answer; how often a read or write fails or
-    never ends, and how often no answer comes."""
+    never ends, no answer comes, and a page that was found is evicted soon."""
 
     read_s: float
     write_s: float
@@ -68,6 +68,7 @@ class StoreTempo:
     failure_chance: float
     hang_chance: float
     silence_chance: float
+    eviction_chance: float
 
 
 def random_tempo(rng: Random) -> StoreTempo:
@@ -79,6 +80,7 @@ def random_tempo(rng: Random) -> StoreTempo:
         failure_chance=rng.choice((0.0, 0.0, 0.02)),
         hang_chance=rng.choice((0.0, 0.0, 0.05)),
         silence_chance=rng.choice((0.0, 0.0, 0.1)),
+        eviction_chance=rng.choice((0.0, 0.0, 0.3)),
     )
 
 
@@ -102,6 +104,10 @@ class FaultyStore:
         self._kept = KeptPages[Content]()
         # The checksums of all that was written since the last `clear`, whatever has become of it.
         self._written: dict[tuple[bytes, range], list[int]] = {}
+        self._evicted: set[bytes] = set()
+        # Pages of which a read has found an object missing or altered.
+        self._broken: set[bytes] = set()
+        self.num_evicted_reads = 0  # of pages that were evicted after they had been found
 
     # The stages' side
 
@@ -111,6 +117,8 @@ class FaultyStore:
         self._fail_at_times("this read")
         contents = self._kept.part(page_hash, part)
         if contents is None or [*map(checksum, contents)] != [*due]:
+            self._broken.add(page_hash)
+            self.num_evicted_reads += page_hash in self._evicted
             raise BrokenObject("the object is gone" if contents is None else "other bytes")
         return contents
 
@@ -142,6 +150,10 @@ class FaultyStore:
     def commit(self, record: PageRecord) -> None:
         self._kept.records[record.page_hash] = record
 
+    def check_broken(self, page_hash: bytes) -> None:
+        """Asserts that the page's record may be dropped."""
+        assert page_hash in self._broken, "a page is called broken that was not"
+
     def drop(self, page_hash: bytes) -> None:
         self._kept.records.pop(page_hash, None)
 
@@ -150,6 +162,13 @@ class FaultyStore:
     def clear(self) -> None:
         self._kept = KeptPages()
         self._written.clear()
+
+    def evict(self, page_hash: bytes) -> None:
+        """It needs the room of the page."""
+        self.drop(page_hash)
+        for key in [key for key in self._kept.objects if key[0] == page_hash]:
+            del self._kept.objects[key]
+        self._evicted.add(page_hash)
 
     def fill(self) -> None:
         """Another server has served the beginnings of some requests, and saved its pages."""
@@ -194,6 +213,7 @@ class FaultyStore:
 
     def _put(self, page_hash: bytes, layers: range, contents: list[Content]) -> list[int]:
         self._kept.objects[page_hash, layers] = [*contents]
+        self._evicted.discard(page_hash)
         self._written[page_hash, layers] = [*map(checksum, contents)]
         return self._written[page_hash, layers]
 

@@ -37,6 +37,11 @@ class Outcome:
     # Turns in which a layer move began and cut transfers off, and transfers that other stages lost.
     num_moves_in_transfers: int
     num_lost_transfers: int
+    # Pages that the store evicted between an answer and the load, nodes to be saved that lost their
+    # tails to eviction, and tokens that were not loaded because a stage owed pages before them.
+    num_evicted_reads: int
+    num_cut_due_nodes: int
+    num_owed_tokens: int
 
 
 def outcome_of(
@@ -67,5 +72,6 @@ def outcome_of(
         num_saved_tokens=tier.saved_tokens,
         num_loaded_tokens=tier.loaded_tokens,
         num_broken_pages=tier.num_broken_pages,
+        num_owed_tokens=tier.unfulfilled.get("owed", 0),
         **counted,
     )

@@ -13,9 +13,13 @@ from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
+from sgl_pipeline.scheduling.page_run import PageRun
 from sgl_pipeline.scheduling.page_saves import PageSave, PageSaves
+from sgl_pipeline.scheduling.page_wishes import PageWishes
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.tier_rules import TierRules
-from sgl_pipeline.wire.store_orders import SavePages, StoreOrder, StorePlace
+from sgl_pipeline.step_work import StepTimes
+from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StoreOrder, StorePlace
 
 NUM_SEEDS = 200
 # Every mutation below is found much sooner.
@@ -37,6 +41,9 @@ def test_schedules_with_a_store_have_what_could_go_wrong() -> None:
     assert sum(outcome.num_broken_pages for outcome in ran) > NUM_SEEDS // 10
     assert sum(outcome.num_moves_in_transfers for outcome in ran) > NUM_SEEDS // 40
     assert sum(outcome.num_lost_transfers for outcome in ran) > NUM_SEEDS // 10
+    assert sum(outcome.num_evicted_reads for outcome in ran) > NUM_SEEDS // 10
+    assert sum(outcome.num_cut_due_nodes for outcome in ran) > NUM_SEEDS // 10
+    assert sum(outcome.num_owed_tokens for outcome in ran) > NUM_SEEDS // 10
 
 
 def test_about_a_third_of_the_seeds_have_a_store() -> None:
@@ -187,6 +194,10 @@ def records_are_committed_to_another_store(patch: pytest.MonkeyPatch) -> None:
 
 
 def requests_wait_for_a_store_that_is_silent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageWishes, "give_up_late", lambda self, now_s, rules: None)
+
+
+def requests_wait_for_a_load_that_hangs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageLoads, "give_up_late", lambda self, now_s, rules: None)
 
 
@@ -222,6 +233,53 @@ def all_before_a_loaded_page_is_thought_to_be_saved(patch: pytest.MonkeyPatch) -
     )
 
 
+def another_page_than_the_missing_one_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    end = PageLoads._end
+
+    def mutated(self: PageLoads, load: PageLoad) -> None:
+        load.records = [*load.records[1:], load.records[0]]
+        end(self, load)
+
+    patch.setattr(PageLoads, "_end", mutated)
+
+
+def what_is_left_of_a_node_that_was_due_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    evicted = PageSaves.evicted
+
+    def mutated(self: PageSaves, node: RadixNode, run: PageRun) -> None:
+        self._due.pop(node, None)
+        evicted(self, node, run)
+
+    patch.setattr(PageSaves, "evicted", mutated)
+
+
+def pages_are_loaded_behind_some_that_a_stage_owes(patch: pytest.MonkeyPatch) -> None:
+    next_orders = PageLoads.next_orders
+
+    def mutated(
+        self: PageLoads,
+        now_s: float,
+        rules: TierRules,
+        times: StepTimes | None,
+        num_reserved: int,
+        owed: Set[int],
+        next_transfer: Callable[[], int],
+    ) -> Iterator[LoadPages]:
+        return next_orders(self, now_s, rules, times, num_reserved, set(), next_transfer)
+
+    patch.setattr(PageLoads, "next_orders", mutated)
+
+
+def pages_that_are_due_are_forgotten_in_an_interrupt(patch: pytest.MonkeyPatch) -> None:
+    cancel = PageSaves.cancel
+
+    def mutated(self: PageSaves) -> None:
+        cancel(self)
+        self._due.clear()
+
+    patch.setattr(PageSaves, "cancel", mutated)
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     one_stage_is_enough_to_save,
     one_stage_is_enough_to_load,
@@ -238,10 +296,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     pages_are_filled_in_another_order,
     records_are_committed_to_another_store,
     requests_wait_for_a_store_that_is_silent,
+    requests_wait_for_a_load_that_hangs,
     a_load_that_ended_keeps_its_claim,
     a_cancelled_load_keeps_its_pages,
     another_store_is_thought_to_have_the_pages,
     all_before_a_loaded_page_is_thought_to_be_saved,
+    another_page_than_the_missing_one_is_dropped,
+    what_is_left_of_a_node_that_was_due_is_forgotten,
+    pages_are_loaded_behind_some_that_a_stage_owes,
+    pages_that_are_due_are_forgotten_in_an_interrupt,
 )
 
 

@@ -17,7 +17,9 @@ from fault_schedules.virtual_time import EventLoop
 
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.page_hashing import hashes_of
-from sgl_pipeline.scheduling.page_loads import Lookup
+from sgl_pipeline.scheduling.page_run import PageRun
+from sgl_pipeline.scheduling.page_wishes import Lookup
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.wire.store_orders import StorePlace
 
@@ -76,6 +78,9 @@ class TierDriver:
         # Pages that were found or committed since the store came into use.
         self._in_store: set[bytes] = set()
         self._is_clearing = False
+        self.num_cut_due_nodes = 0
+        self._evicted = self._tier.saves.evicted
+        self._tier.saves.evicted = self._on_evicted  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """Decides what happens when: the scheduler begins to serve now."""
@@ -106,7 +111,8 @@ class TierDriver:
 
     def check(self) -> None:
         """Asserts that no page of a transfer is given out: a load's is nobody else's, a save's is
-        cached and written by nobody."""
+        cached and written by nobody; and that pages will be saved where all are."""
+        self._check_due()
         loads, saves = self._tier.loads._loads, self._tier.saves._saves
         if not loads and not saves:
             return
@@ -122,6 +128,23 @@ class TierDriver:
         assert set(loading).isdisjoint([*cached, *owned]), "a page is used before it is loaded"
         saving = {page for save in saves.values() for page in save.pages}
         assert locked.issuperset(saving), "a page that is saved may be evicted"
+
+    def _check_due(self) -> None:
+        """Asserts that each page that counts as unsaved is before the end of a node that is due, if
+        no save has failed."""
+        saves, has_failed = self._tier.saves, self._tier.counts.num_failed_saves > 0
+        if self._place is None or self._rules.write_policy != "write_through" or has_failed:
+            return
+        covered: set[RadixNode] = set()
+        for due in saves._due:
+            node: RadixNode | None = due
+            while node is not None and node not in covered:
+                covered.add(node)
+                node = node.parent
+        for node in self._core.scheduler._pages._storage.cached_nodes():
+            assert node.run is not None
+            is_saved = node.run.num_saved == len(node.run.pages)
+            assert is_saved or node in covered, "a page will never be saved"
 
     def check_end(self) -> None:
         """Asserts that no transfer is left when nothing happens any more, but for one that hangs;
@@ -155,6 +178,13 @@ class TierDriver:
     def _num_pages_on_way(self) -> int:
         return self._tier.loads.loading_pages + self._tier.saves.saving_pages
 
+    def _on_evicted(self, node: RadixNode, run: PageRun) -> None:
+        """Counts the nodes that were due, and lose a tail while the rest is not saved."""
+        due, above = self._tier.saves._due, node.parent
+        if node in due and above is not None and above.run is not None and above not in due:
+            self.num_cut_due_nodes += above.run.num_saved < len(above.run.pages)
+        self._evicted(node, run)
+
     # Between the scheduler and a store
 
     def _ask(self, lookup: Lookup) -> None:
@@ -171,6 +201,9 @@ class TierDriver:
         records = store.look_up(lookup.hashes)
         if self._place is not None and store is self._stores.at(self._place):
             self._in_store.update(record.page_hash for record in records)
+        if records and self._rng.random() < store.tempo.eviction_chance:
+            evicted = partial(store.evict, self._rng.choice(records).page_hash)
+            self._loop.after(self._rng.random() * store.tempo.read_s, evicted)
         self._tier.found(lookup.number, records)
         self._turn()
 
@@ -180,6 +213,7 @@ class TierDriver:
             self._in_store.add(record.page_hash)
             self._later(store, partial(store.commit, record))
         for page_hash in self._tier.broken:
+            store.check_broken(page_hash)
             self._later(store, partial(store.drop, page_hash))
         self._tier.commits.clear()
         self._tier.broken.clear()

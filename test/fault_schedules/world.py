@@ -51,7 +51,7 @@ from sgl_pipeline.wire.stage_messages import FromWorker, Shutdown, StageReport
 from sgl_pipeline.wire.stage_orders import SealedOrder
 from sgl_pipeline.wire.store_orders import StoreReport
 
-MAX_EVENTS = 50_000
+MAX_EVENTS = 150_000
 MOST_KILLS = 6
 MOST_LEAVES = 4
 # Of the seeds, those with a store beyond the pool.
@@ -93,7 +93,7 @@ class World:
         clients = make_clients(rng, rng.randint(1, 40), rng.choice((0.0, 1.0, 5.0)), max_tokens)
         self._stores = FakeStores(tier_rng)
         # How often a worker is hurt soon after pages have come or gone.
-        self._hurt_chance = tier_rng.choice((0.0, 0.0, 0.02, 0.1))
+        self._hurt_chance = tier_rng.choice((0.0, 0.0, 0.05, 0.2))
         self._tier: TierDriver | None = None
         if has_tier(seed):
             clients += returning_clients(tier_rng, clients, self._num_layers, 2 * max_tokens)
@@ -111,6 +111,9 @@ class World:
         self._log_pages = rng.choice(
             (None, self._num_pages, self._num_pages, self._num_pages // 2, 4, 0)
         )
+        if has_tier(seed) and tier_rng.random() < 0.4:
+            # Owed pages leave the log while others come from the store behind them.
+            self._log_pages = max(1, self._num_pages // tier_rng.choice((2, 3, 4)))
         self._roster = WorkerRoster(self._args, self._num_layers)
         self._core: PipelineCore | None = None
         self._recovery: StageRecovery | None = None
@@ -181,6 +184,10 @@ class World:
             has_tier=self._tier is not None,
             num_moves_in_transfers=self._stores.cut_off["a move"],
             num_lost_transfers=self._stores.cut_off["Regroup"],
+            num_evicted_reads=sum(
+                store.num_evicted_reads for store in self._stores.by_address.values()
+            ),
+            num_cut_due_nodes=0 if self._tier is None else self._tier.num_cut_due_nodes,
         )
 
     def _check_events(self, records: list[Event]) -> None:

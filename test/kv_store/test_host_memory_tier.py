@@ -200,21 +200,21 @@ def test_a_page_that_is_found_is_whole_on_every_stage(seed: int) -> None:
     stages, pages = [host_memory(num_pages) for _ in range(2)], HostPages(num_pages)
     under_way: list[tuple[int, PageRecord]] = []
     num_found = 0
-    for _ in range(1500):
+    for _ in range(5 * num_pages):
         if random.random() < 0.5 and len(under_way) < PAGES_UNDER_WAY:
-            number = random.randrange(600)
+            number = random.randrange(2 * num_pages)
             saved = [write_page(stage, number) for stage in stages]
             under_way.append((number, saved[0]))
         elif under_way and random.random() < 0.5:
             pages.commit([under_way.pop(0)[1]])
         else:
-            number = random.randrange(600)
+            number = random.randrange(2 * num_pages)
             if any(number == one for one, _ in under_way):
                 continue  # it is in the pool
             for found in pages.lookup([page_hash(number)]):
                 num_found += 1
                 assert all(is_whole(stage, found, number) for stage in stages)
-    assert num_found > 50
+    assert num_found > 50 and pages.counts().evicted_pages > 50
 
 
 def test_a_store_of_host_memory_is_opened_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

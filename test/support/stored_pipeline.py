@@ -18,7 +18,7 @@ from sgl_pipeline.object_layers import object_parts, written_runs
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import RecoveryLog
-from sgl_pipeline.scheduling.page_loads import Lookup
+from sgl_pipeline.scheduling.page_wishes import Lookup
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import StageReport

@@ -1,6 +1,6 @@
 """Says why stages cannot use an NVIDIA GPU whose driver is installed.
 
-Asked by `server_args.py` where PyTorch finds no GPU: a driver that is too old, or a PyTorch built
+Asked by `pipeline_args.py` where PyTorch finds no GPU: a driver that is too old, or a PyTorch built
 for CPUs, would otherwise serve on the CPU without a word.
 """
 

@@ -8,46 +8,20 @@ that cannot be honored ends in a ConfigurationError that names the flag.
 import argparse
 import json
 import logging
-import math
-import os
 import socket
 from dataclasses import dataclass
 
-from sgl_pipeline.args import (
-    HOST_BACKEND,
-    KV_CACHE_DTYPES,
-    LOAD_FORMATS,
-    MODEL_IMPLS,
-    SECTIONS,
-    ClusterArgs,
-    GrammarArgs,
-    MigrationArgs,
-    PipelineArgs,
-    RecoveryArgs,
-    SchedulingArgs,
-    StageArgs,
-    ThrottleArgs,
-    TierArgs,
-)
-from sgl_pipeline.args.checks import require_choice
-from sgl_pipeline.args.flags import add_flags, read_section
+from sgl_pipeline.args import KV_CACHE_DTYPES, SECTIONS, PipelineArgs
+from sgl_pipeline.args.flags import add_flags
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
-from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
-from sgl_pipeline.managers.command_line.model_choice import choose_model
-from sgl_pipeline.managers.command_line.model_files import (
-    find_model,
-    require_tokenizer,
-    resolve_dtype,
-)
-from sgl_pipeline.managers.command_line.store_config_text import read_store_config
+from sgl_pipeline.managers.command_line.model_files import find_model, require_tokenizer
+from sgl_pipeline.managers.command_line.pipeline_args import pipeline_of_model
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
-    flag_of,
     note_flags_without_effect,
     refuse_unsupported,
-    upstream_defaults,
 )
 from sgl_pipeline.managers.upstream.upstream_environment import (
     layer_partition_of,
@@ -60,9 +34,6 @@ from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
 logger = logging.getLogger(__name__)
-
-TRACING_FIELDS = ("otlp_traces_endpoint", "otlp_service_name", "trace_modules")
-GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +79,7 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
     if options.tokenizer_path is None:
         require_tokenizer(model_path)
     served_name = options.served_model_name or options.model_path
-    pipeline, spec = _pipeline_of_model(options, model_path, load_format)
+    pipeline, spec = pipeline_of_model(options, model_path, load_format)
     _note_context_length(spec, options.context_length)
     stages = pipeline.stages
     if stages.kv_cache_dtype == "int8" and stages.device != "cpu":
@@ -205,84 +176,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _pipeline_of_model(
-    options: argparse.Namespace, model_path: str, load_format: str
-) -> tuple[PipelineArgs, ModelSpec]:
-    """All sections, and the spec of the model, whose own quantization `options` get."""
-    require_choice("--model-impl", options.model_impl, MODEL_IMPLS)
-    _check_our_side(options)
-    _settle_extra_steps_in_flight(options)
-    device = _device(options)
-    chosen = choose_model(
-        model_path,
-        options.quantization,
-        options.model_impl,
-        options.context_length,
-        options.json_model_override_args,
-    )
-    options.quantization = chosen.spec.quantization_method
-    dtype = resolve_dtype(options.dtype, chosen.spec.dtype)
-    pipeline = read_section(
-        PipelineArgs,
-        options,
-        stages=read_section(
-            StageArgs,
-            options,
-            model_path=model_path,
-            generic_spec=chosen.generic_spec,
-            load_format=load_format,
-            dtype=dtype,
-            device=device,
-            graphs="off" if options.disable_cuda_graph else options.stage_graphs,
-        ),
-        scheduling=read_section(
-            SchedulingArgs,
-            options,
-            preemption_threshold=_preemption_threshold(options),
-            waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
-            running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
-        ),
-        throttle=read_section(ThrottleArgs, options),
-        migration=read_section(MigrationArgs, options),
-        recovery=read_section(RecoveryArgs, options),
-        grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
-        cluster=read_section(ClusterArgs, options),
-        tiers=_tiers(options, device),
-    )
-    return pipeline, chosen.spec
-
-
-def _tiers(options: argparse.Namespace, device: str) -> TierArgs:
-    """The store beyond the pool; its variables alone do not switch it on. That of a GPU is host
-    memory, unless another one is given."""
-    text = options.hicache_storage_backend_extra_config
-    is_on, is_on_gpu = options.enable_hierarchical_cache, device == "cuda"
-    backend = options.hicache_storage_backend
-    if backend is None and is_on and is_on_gpu:
-        backend = HOST_BACKEND
-    tiers = read_section(
-        TierArgs,
-        options,
-        backend=backend,
-        is_attachable=bool(options.admin_api_key),
-        pool_is_on_gpu=is_on_gpu,
-        **({"store": read_store_config(text)} if is_on or text else {}),
-    )
-    if not tiers.enabled:
-        return tiers
-    if tiers.backend is None:
-        logger.warning(
-            "no store is attached: pages that the pool has no room for are lost until one is, by "
-            "PUT /hicache/storage-backend"
-        )
-    if tiers.backend != HOST_BACKEND and (options.hicache_ratio or options.hicache_size):
-        logger.warning(
-            "--hicache-ratio and --hicache-size have no effect here: they size host memory, a tier "
-            "of --device cuda without --hicache-storage-backend"
-        )
-    return tiers
-
-
 def _note_context_length(spec: ModelSpec, asked: int | None) -> None:
     """Says where a rotary embedding that depends on the length of a sequence has one for all."""
     own = spec.own_context_lengths
@@ -312,91 +205,3 @@ def _config_of_front(spec: ModelSpec, overrides: str) -> str:
         return overrides
     longest = {"max_position_embeddings": spec.own_context_lengths.longest}
     return json.dumps({**json.loads(overrides), **longest})
-
-
-def _settle_extra_steps_in_flight(options: argparse.Namespace) -> None:
-    ours, upstreams = options.extra_steps_in_flight, options.pp_async_batch_depth
-    if ours is not None and upstreams is not None and ours != upstreams:
-        raise ConfigurationError(
-            f"--extra-steps-in-flight {ours} and --pp-async-batch-depth {upstreams} are two names "
-            "of one number; give one of them"
-        )
-    options.extra_steps_in_flight = upstreams if ours is None else ours
-
-
-def _preemption_threshold(options: argparse.Namespace) -> int | None:
-    if not options.enable_priority_scheduling or options.disable_priority_preemption:
-        return None
-    return int(options.priority_scheduling_preemption_threshold)
-
-
-def _timeout_s(name: str) -> float | None:
-    """Seconds that upstream's environment variable `name` sets; none when it is zero or less."""
-    text = os.environ.get(name, "-1")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if math.isnan(seconds):
-        raise ConfigurationError(f"{name}={text} is not a number of seconds")
-    return seconds if seconds > 0 else None
-
-
-def _check_our_side(options: argparse.Namespace) -> None:
-    """Bounds on upstream's flags that our processes act on."""
-    if options.load_format not in LOAD_FORMATS:
-        raise ConfigurationError(
-            f"--load-format {options.load_format} is not supported; "
-            f"choose from {', '.join(LOAD_FORMATS)}"
-        )
-    if options.grammar_backend not in GRAMMAR_BACKENDS:
-        raise ConfigurationError(
-            f"--grammar-backend {options.grammar_backend} is not supported; choose xgrammar or none"
-        )
-    _check_tracing(options)
-    if options.stream_interval < 1:
-        raise ConfigurationError(f"--stream-interval {options.stream_interval} must be at least 1")
-
-
-def _check_tracing(options: argparse.Namespace) -> None:
-    """Checks, before anything is started, the needs of `--enable-trace` and the flags that need
-    it."""
-    from sglang.srt.environ import envs
-    from sglang.srt.observability.trace import opentelemetry_imported
-
-    if not options.enable_trace:
-        for name, default in upstream_defaults().items():
-            if name in TRACING_FIELDS and getattr(options, name) != default:
-                raise ConfigurationError(f"{flag_of(name)} does nothing without --enable-trace")
-        return
-    if not opentelemetry_imported:
-        raise ConfigurationError(
-            "--enable-trace needs OpenTelemetry: pip install --no-deps -r requirements/tracing.txt"
-        )
-    if envs.SGLANG_TRACE_ASYNC.get():
-        raise ConfigurationError(
-            "SGLANG_TRACE_ASYNC cannot be honored: it sends pickles over a socket; spans leave "
-            "the scheduler process without it"
-        )
-
-
-def _device(options: argparse.Namespace) -> str:
-    import torch
-
-    asked, has_gpu = options.device, torch.cuda.is_available()
-    if asked in (None, "auto"):
-        asked = "cuda" if has_gpu else "cpu"
-        if not has_gpu and (reason := why_gpu_is_unusable()) is not None:
-            logger.warning("--device auto serves on the CPU: %s", reason)
-    if asked not in ("cpu", "cuda"):
-        raise ConfigurationError(f"--device {asked} is not supported; choose cpu or cuda")
-    if asked == "cuda" and not has_gpu:
-        reason = why_gpu_is_unusable() or "this PyTorch finds no CUDA device"
-        raise ConfigurationError(f"--device cuda: {reason}")
-    if asked == "cpu" and options.mem_fraction_static is not None:
-        logger.warning(
-            "--mem-fraction-static %s has no effect on a CPU: it sizes the KV pool of a GPU; use "
-            "--max-total-tokens",
-            options.mem_fraction_static,
-        )
-    return str(asked)

@@ -1,13 +1,14 @@
 """The TokenizerManager of an HTTP server.
 
-It knows when the application is complete, reads the loads for their route, and has an end with a
-time limit.
+It knows when the application is complete, reads the loads for their route, refuses what a route
+would call done, and has an end with a time limit.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
 from starlette.background import BackgroundTask
 
@@ -75,6 +76,15 @@ class HttpTokenizerManager(GuardedTokenizerManager):
         loads: list[LoadSnapshot] = await super().get_loads(include, dp_rank)
         return loads
 
+    async def clear_hicache_storage(self) -> ClearHiCacheReqOutput:
+        """As upstream's, whose route says "cleared" whatever the reply is: a ValueError, with the
+        reason, where nothing was."""
+        reply = await super().clear_hicache_storage()
+        if not reply.success:
+            backend = self.config_value("hicache_storage_backend")
+            raise ValueError(f"nothing was cleared: {_why_not_cleared(backend)}")
+        return reply
+
     def create_abort_task(self, obj: Any) -> BackgroundTask:
         """As upstream's, which does not recognize a request that was refused at the entrance."""
         abort = super().create_abort_task(obj)
@@ -84,3 +94,16 @@ class HttpTokenizerManager(GuardedTokenizerManager):
                 await abort()
 
         return BackgroundTask(abort_if_taken)
+
+
+def _why_not_cleared(backend: str | None) -> str:
+    """The reason, which the reply of the scheduler process has no field for."""
+    if backend is None:
+        return (
+            "no storage backend is attached; start the server with --enable-hierarchical-cache "
+            "and --hicache-storage-backend file"
+        )
+    return (
+        f"another change of the storage backend {backend} is under way, or it cannot be cleared; "
+        "the server's log says which"
+    )

@@ -1,12 +1,11 @@
-"""The scheduler's access to its workers: their channel, their processes, and the source of new
-ones.
+"""The scheduler's access to its workers: their channel, and the source of new ones.
 
 It runs in the scheduler process. `pipeline/worker_roster.py` decides the messages to a worker on
-its way to readiness; this module sends them, and notices when a worker ends.
+its way to readiness; this module sends them, and notices when a worker ends
+(`worker_processes.py`).
 """
 
 import logging
-import select
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,13 +18,13 @@ from sgl_pipeline.errors import ConfigurationError, PipelineLost, StageFailure, 
 from sgl_pipeline.managers.stages.load_line import LoadLine
 from sgl_pipeline.managers.stages.stage_processes import stage_address
 from sgl_pipeline.managers.stages.start_losses import StartLosses
+from sgl_pipeline.managers.stages.worker_processes import WorkerProcesses
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.join_watch import JoinWatch
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
-from sgl_pipeline.pipeline.worker_source import RefusedWorker, WorkerProcess, WorkerSource
+from sgl_pipeline.pipeline.worker_source import RefusedWorker, WorkerSource
 from sgl_pipeline.pipeline.worker_words import check_speaker
-from sgl_pipeline.process_lifetime import WatchedProcess
 from sgl_pipeline.wire.channels import OtherHosts, SchedulerChannel
 from sgl_pipeline.wire.stage_messages import (
     FromWorker,
@@ -42,7 +41,6 @@ from sgl_pipeline.wire.stage_messages import (
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 2.0
 POLL_MS = 200  # bound on how late a worker's end is noticed during the start
 
 
@@ -75,19 +73,12 @@ class StageLauncher:
             args.recovery.silence_s, self._join_limit_s, self._worker_core_waits_s
         )
         self._source = source
-        self._processes: dict[int, WorkerProcess] = {
-            worker: WatchedProcess(pid) for worker, pid in enumerate(pids)
-        }
+        self._processes = WorkerProcesses(pids)
         # The first workers have the numbers of their stages, on every host.
         self._num_workers = max(len(pids), args.stages.num_stages)
-        self._ends = select.epoll()
-        for process in self._processes.values():
-            self._ends.register(process, select.EPOLLIN)
         self._arrived: deque[tuple[int, FromWorker]] = deque()
         self._failures: dict[int, WorkerFailed] = {}
         self._lost: set[int] = set()
-        # Workers that were ordered to end, and their deadlines.
-        self._dismissed: dict[int, tuple[WorkerProcess, float]] = {}
         self._asked: set[int] = set()
         self._refused: list[RefusedWorker] = []
         self._has_started = False
@@ -281,8 +272,9 @@ class StageLauncher:
         the user can fix it, and PipelineLost if a stage cannot take over the layers of others.
         """
         self._take_started()
-        self._end_dismissed()
-        ended = [worker for worker, process in self._processes.items() if process.wait(0)]
+        for worker in self._processes.done():
+            self.give_up(worker)
+        ended = self._processes.ended()
         if ended:
             # A worker's last message explains more than its exit code. Otherwise messages that have
             # arrived stay in the channel, whose socket wakes the loop.
@@ -294,7 +286,7 @@ class StageLauncher:
             if failure is not None and failure.is_configuration:
                 self._require_one_of_many(worker, failure.message)
             if worker not in self._lost:
-                reason = self._processes[worker].end() if failure is None else failure.message
+                reason = ended[worker].end() if failure is None else failure.message
                 self.give_up(worker)
                 yield worker, reason
 
@@ -327,8 +319,7 @@ class StageLauncher:
                 process.kill()
                 process.close()
                 continue
-            self._processes[worker] = process
-            self._ends.register(process, select.EPOLLIN)
+            self._processes.watch(worker, process)
 
     def _require_one_of_many(self, worker: int, message: str) -> None:
         """A newcomer that does not fit may be followed by one that does; the first workers may
@@ -342,7 +333,7 @@ class StageLauncher:
     @property
     def ends_descriptor(self) -> int:
         """A file descriptor that can be read while `take_lost` has a process that has ended."""
-        return self._ends.fileno()
+        return self._processes.fileno()
 
     def ask_for_dump(self, worker: int) -> str:
         """Makes a worker write the stacks of its threads into the log, if it can; returns its state
@@ -361,27 +352,14 @@ class StageLauncher:
             self._others.forget(worker)
         if self._source is not None:
             self._source.forget(worker, has_served=self.roster.has_served(worker))
-        process = self._processes.pop(worker, None)
-        if process is not None:
-            process.kill()
-            process.close()
+        self._processes.kill(worker)
 
     def _dismiss(self, worker: int) -> None:
         """Lets a worker end that is not needed any more; its messages no longer count."""
         self.channel.send(worker, Shutdown())
         self._lost.add(worker)
         self._joins.forget(worker)
-        process = self._processes.pop(worker, None)
-        if process is not None:
-            self._ends.unregister(process)
-            self._dismissed[worker] = process, time.monotonic() + STOP_TIMEOUT_S
-
-    def _end_dismissed(self) -> None:
-        for worker, (process, until_s) in [*self._dismissed.items()]:
-            if process.wait(0) or time.monotonic() > until_s:
-                del self._dismissed[worker]
-                self._processes[worker] = process
-                self.give_up(worker)
+        self._processes.dismiss(worker)
 
     def _gather(self) -> None:
         """Takes the messages that have arrived from the channel."""
@@ -401,14 +379,7 @@ class StageLauncher:
 
     def stop(self) -> None:
         """Ends all workers: asks, waits a moment, kills. To be called once, at any time."""
-        self._processes |= {worker: process for worker, (process, _) in self._dismissed.items()}
-        for worker in self._processes:
+        for worker in self._processes.numbers:
             self.channel.send(worker, Shutdown())
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for process in self._processes.values():
-            if not process.wait(max(0.0, deadline - time.monotonic())):
-                process.kill()
-            process.close()
-        self._processes.clear()
-        self._ends.close()
+        self._processes.end_all()
         self.channel.close()

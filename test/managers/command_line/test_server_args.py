@@ -30,10 +30,10 @@ from sgl_pipeline.args import (
 )
 from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.command_line import server_args
+from sgl_pipeline.managers.command_line import pipeline_args
 from sgl_pipeline.managers.command_line.model_choice import ChosenModel
+from sgl_pipeline.managers.command_line.pipeline_args import _device
 from sgl_pipeline.managers.command_line.server_args import (
-    _device,
     _parse,
     check_port_is_free,
     parse_command_line,
@@ -494,7 +494,7 @@ def probe_here(path: str, quantization: str | None, *_: object) -> ChosenModel:
 
 def read_by_the_front(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
     """The config of a generic model as SGLang's front has it."""
-    monkeypatch.setattr(server_args, "choose_model", probe_here)
+    monkeypatch.setattr(pipeline_args, "choose_model", probe_here)
     flags = ["--model-path", str(path), "--device", "cpu", "--pp", "2"]
     plan = parse_command_line(flags)
     assert plan.pipeline.stages.is_generic
@@ -544,7 +544,7 @@ def test_checks_of_upstreams_own_attention_are_none_of_ours(
     config.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     ours = ChosenModel(read_model_spec(tiny_model("qwen3")), "")
-    monkeypatch.setattr(server_args, "choose_model", lambda *_: ours)
+    monkeypatch.setattr(pipeline_args, "choose_model", lambda *_: ours)
     plan = parse_command_line(["--model-path", str(tmp_path), "--device", "cpu"])
     assert ModelConfig.from_server_args(plan.upstream).is_generation
 

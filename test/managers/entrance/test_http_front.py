@@ -2,6 +2,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from sglang.srt.managers.io_struct import ClearHiCacheReqInput, ClearHiCacheReqOutput
 from sglang.srt.managers.load_snapshot import (
     LoadSnapshot,
     ShmLoadSnapshotReader,
@@ -9,6 +10,27 @@ from sglang.srt.managers.load_snapshot import (
 )
 
 from sgl_pipeline.managers.entrance.http_front import HttpTokenizerManager
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [(None, "--hicache-storage-backend file"), ("file", "another change of .* file is under way")],
+)
+def test_a_store_that_was_not_cleared_is_not_called_cleared(
+    backend: str | None, reason: str
+) -> None:
+    replies = [ClearHiCacheReqOutput(success=True), ClearHiCacheReqOutput(success=False)]
+
+    async def ask_scheduler(message: ClearHiCacheReqInput) -> list[ClearHiCacheReqOutput]:
+        return [replies.pop(0)]
+
+    manager = HttpTokenizerManager.__new__(HttpTokenizerManager)
+    manager.auto_create_handle_loop = lambda: None
+    manager.clear_hicache_storage_communicator = ask_scheduler
+    manager.config_value = {"hicache_storage_backend": backend}.__getitem__
+    assert asyncio.run(manager.clear_hicache_storage()).success
+    with pytest.raises(ValueError, match=f"nothing was cleared: .*{reason}"):
+        asyncio.run(manager.clear_hicache_storage())
 
 
 def test_loads_are_read_and_an_unknown_section_is_an_error_in_time(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from support.worker_messages import hello
 
 from sgl_pipeline.args import PipelineArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError, StageFailure
-from sgl_pipeline.managers.stages import stage_launcher
+from sgl_pipeline.managers.stages import worker_processes
 from sgl_pipeline.managers.stages.main_process_workers import (
     MainProcessWorkers,
     serve_worker_requests,
@@ -116,22 +116,22 @@ def test_a_worker_that_is_dismissed_ends_by_itself_and_is_no_loss(
             heard += launcher.receive()
         assert heard == [(0, WorkerLeaves(0))] and [*launcher.take_lost()] == []
         launcher.tell([(0, Shutdown())])
-        while launcher._dismissed and time.monotonic() < deadline_s:
+        while launcher._processes.numbers and time.monotonic() < deadline_s:
             assert [*launcher.take_lost()] == []
             time.sleep(0.05)
-        assert launcher._dismissed == launcher._processes == {}
+        assert launcher._processes.numbers == []
         assert processes._processes[0].wait(TIMEOUT_S) == 0
 
 
 def test_a_dismissed_worker_that_stands_still_is_killed(
     processes: StageProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_launcher, "STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(worker_processes, "STOP_TIMEOUT_S", 0.0)
     with launched(processes, tmp_path) as launcher:
         launcher.start()
         psutil.Process(processes.pids[0]).suspend()
         launcher.tell([(0, Shutdown())])
-        assert [*launcher.take_lost()] == [] and launcher._dismissed == {}
+        assert [*launcher.take_lost()] == [] and launcher._processes.numbers == []
         assert processes._processes[0].wait(TIMEOUT_S) == -9
 
 
@@ -159,7 +159,9 @@ class UnluckyLauncher(StageLauncher):
         super().tell(told)
         if self.is_unlucky and any(isinstance(message, self.moment) for _, message in told):
             self.is_unlucky = False
-            os.kill(self._processes[1].pid, 9)
+            process = self._processes.get(1)
+            assert process is not None
+            os.kill(process.pid, 9)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ NONE_BUILT = ServedFeatures(parses_tool_calls=False, has_completion_template=Fal
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 
 # What reaches our scheduler, or shapes the prompt or the reply in upstream's front. Where it is
-# not built yet, `sglang_requests.py` or upstream refuses it (test/server/shared/test_openai_refusals.py).
+# not built yet, `sglang_requests.py` or upstream refuses it
+# (test/server/shared/test_openai_refusals.py).
 _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
     *("repetition_penalty", "stop", "stream"),

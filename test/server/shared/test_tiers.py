@@ -159,6 +159,12 @@ def test_a_store_comes_goes_and_is_cleared_while_requests_are_served(
         assert refused.status_code == 400 and "max_size" in refused.text
 
 
+def test_a_server_without_a_store_says_that_nothing_was_cleared(demo_server: LiveServer) -> None:
+    answer = requests.post(f"{demo_server.url}/hicache/storage-backend/clear", timeout=30)
+    assert answer.status_code == 400
+    assert "nothing was cleared: no storage backend is attached" in answer.text
+
+
 def test_a_folder_that_is_not_a_store_ends_the_start_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("mine")
     config = json.dumps({"file_storage_path": str(tmp_path)})
