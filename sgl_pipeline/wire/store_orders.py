@@ -95,8 +95,7 @@ class LoadPages(msgspec.Struct, frozen=True, tag=True):
     number that host memory gave it. `cuts` says of each page which layers share an object.
 
     With a `source` the pages come from the peer of that name, as part of what it has offered under
-    the number `offer`. Then `checksums` is empty, since each frame brings its own, and `cuts` mean
-    nothing.
+    the number `offer`; `checksums` and `cuts` are then empty, since each frame brings its own sum.
     """
 
     transfer: int

@@ -1,6 +1,7 @@
 """Servers that offer pages and stages that read them, each server with a port, in one process."""
 
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -231,9 +232,10 @@ class FakePeer:
 
 
 def next_frame(stream: FramedStream, is_over: threading.Event | None = None) -> bytes:
-    """Waits for a frame. Raises StreamClosed."""
-    is_over = is_over or threading.Event()
+    """Waits for a frame, at most `WAIT_S`. Raises StreamClosed."""
+    is_over, end_s = is_over or threading.Event(), time.monotonic() + WAIT_S
     while (frame := stream.receive()) is None:
+        assert time.monotonic() < end_s, "no frame came"
         stream.wait(0.02)
         if is_over.is_set():
             raise StreamClosed("the test is over")
@@ -243,7 +245,8 @@ def next_frame(stream: FramedStream, is_over: threading.Event | None = None) -> 
 def dial_door(hosts: Hosts, door: str) -> FramedStream:
     """A stream to a door, whose handshake is over."""
     stream = SecureStream(dial(hosts.address, door, hosts.other), hosts.other, is_server=False)
-    frames = FramedStream(stream)
+    frames, end_s = FramedStream(stream), time.monotonic() + WAIT_S
     while not stream.open():
+        assert time.monotonic() < end_s, "nothing behind the door shakes hands"
         frames.wait(0.02)
     return frames

@@ -76,19 +76,21 @@ WRONG = {
 
 @pytest.mark.parametrize("harm", WRONG)
 def test_an_answer_that_is_wrong_ends_a_load_behind_the_good_prefix(
-    hosts: Hosts, harm: str
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
+    monkeypatch.setattr(peer_pages, "SILENCE_S", 10.0)
     wrong, reason = WRONG[harm]
 
     def behave(stream: FramedStream, request: ReadPages) -> None:
         stream.send(frame(0))
         stream.send(wrong)
-        stream.send(frame(1))
+        time.sleep(0.2)  # until the next load is under way
+        stream.send(frame(0))
 
     peer = FakePeer(hosts, 3, behave)
     reading = Reading(hosts.other, SHAPES, WHOLE, peer.place)
     untouched = [reading.content(layer, TARGETS[1]) for layer in range(3)]
-    for turn in range(2):  # the frames behind are not taken for answers to the next load
+    for turn in range(2):  # frames that come late are not taken for answers to the next load
         (report,) = reading.load(4, TARGETS, NUMBERS)
         assert (report.num_pages, report.is_broken) == (1, False)
         assert f"peer P at {peer.place.stages[0].address}: " in report.message

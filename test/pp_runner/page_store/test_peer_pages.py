@@ -268,6 +268,31 @@ def test_an_offer_that_was_withdrawn_is_refused_at_once(servers: Servers) -> Non
     assert report.num_pages == 0 and "offer 4 was withdrawn" in report.message
 
 
+def test_a_load_that_is_refused_fails_none_behind_it(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "NOT_YET_INTERVAL_S", 0.02)
+    offering = servers.offering(WHOLE)
+    reading = servers.reading(offering.place, counts=WHOLE)
+    offering.offer(5, PAGES, NUMBERS)
+    reading.begin(4, [1], NUMBERS[:1])
+    reading.begin(5, TARGETS, NUMBERS)  # it waits behind a load that waits for its offer
+    offering.withdraw(4)
+    first, second = reading.reports(2)
+    assert "offer 4 was withdrawn" in first.message and second.message == ""
+    assert_equal(reading, offering, TARGETS, PAGES)
+
+
+def test_an_offer_that_waits_is_forgotten_too(servers: Servers) -> None:
+    (stage,) = servers.offering(WHOLE).stages
+    stage._may_start = lambda: False
+    stage.obey_offer(offer_order(4, PAGES, NUMBERS))
+    stage.cancel()
+    stage._may_start = lambda: True
+    assert not stage.is_open and stage.take_reports() == []
+    assert not stage._offers._offered.is_offered(4)
+
+
 def test_an_offer_that_waits_can_be_withdrawn(servers: Servers) -> None:
     offering = servers.offering(WHOLE)
     reading = servers.reading(offering.place, counts=WHOLE)
