@@ -125,7 +125,8 @@ def test_a_prompt_is_computed_once(apart: Apart) -> None:
         ours, whole = apart.ask(input_ids=ids, sampling_params=wanted)
         assert ours["output_ids"] == whole["output_ids"]
         computed.append(apart.decode.facts()["prefill_tokens"] - before["prefill_tokens"])
-    assert 1 <= computed[0] <= PAGE_SIZE and computed[1] <= 2 * PAGE_SIZE
+    # A page of each request, and what the router's health checks have.
+    assert PAGE_SIZE <= computed[0] < 2 * PAGE_SIZE <= computed[1] < 3 * PAGE_SIZE
     loaded = apart.decode.facts()["rooms"]["loaded_pages"] - before["rooms"]["loaded_pages"]
     assert loaded == 19  # those of the second request were cached
 
