@@ -11,10 +11,10 @@ from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer
 
 
 class LoadedLayers(NamedTuple):
-    """Some `layers` of the page at `index` of a load, checked. They lie one behind the other at the
-    beginning of `content`, which the last call for a buffer gave."""
+    """Some `layers` of the page at `page_index` of a load, checked. They lie one behind the other
+    at the beginning of `content`, which the last call for a buffer gave."""
 
-    index: int
+    page_index: int
     layers: range
     content: Bytes
 

@@ -327,13 +327,14 @@ def test_offers_are_made_in_the_stream_and_forgotten_where_transfers_are(
 def test_a_stage_without_work_makes_an_offer_when_pages_have_arrived(tmp_path: Path) -> None:
     site = PeerSite(host_directory(tmp_path / "run"), "door")
     with live_stage(tmp_path, MemoryStore(), site=site) as stage:
-        stage.may_start = False
-        stage.order(offer_order(4, [7], [20]), step(0))
-        assert isinstance(stage.next_report(), StageReport)
         offers = stage.transfers._offers
-        assert offers.has_held_back and not offers._offered.is_offered(4)
+        stage.may_start, stage.mover.is_open = False, True  # layers have moved, not all pages
+        stage.order(offer_order(4, [7], [20]))
+        until(lambda: offers.has_held_back)
+        assert not offers._offered.is_offered(4)
         stage.may_start = True
         until(lambda: offers._offered.is_offered(4))
+        stage.mover.is_open = False
 
 
 def test_a_transfer_without_a_store_breaks_the_protocol() -> None:
