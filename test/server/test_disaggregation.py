@@ -1,6 +1,8 @@
 """A prefill and a decode server behind SGLang's router: answers are those of one server."""
 
 import json
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -191,6 +193,12 @@ def test_a_chat_of_two_choices_is_streamed_as_by_one_server(apart: Apart) -> Non
     assert chat(apart.router) == chat(apart.whole.url) != ["", ""]
 
 
+def test_an_answer_has_its_grammar(apart: Apart) -> None:
+    wanted = {"max_new_tokens": 8, "temperature": 1, "sampling_seed": 5, "regex": "[a-f]{3}-[0-9]"}
+    ours, whole = apart.ask(text=PROMPT + "3", sampling_params=wanted)
+    assert ours["text"] == whole["text"] and re.fullmatch(wanted["regex"], ours["text"])
+
+
 def test_a_bad_request_is_a_400_by_the_two(apart: Apart) -> None:
     body = {"text": PROMPT, "sampling_params": {"temperature": -1}}
     answer = requests.post(f"{apart.router}/generate", json=body, timeout=60)
@@ -237,7 +245,10 @@ def test_an_aborted_half_ends_the_other(apart: Apart) -> None:
     assert answer.status_code >= 400 and "abort" in answer.text.lower(), answer.text
 
 
-def test_a_killed_prefill_server_ends_its_requests_by_name_and_no_others(apart: Apart) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_prefill_server_that_dies_or_hangs_ends_its_requests_and_no_others(
+    apart: Apart, end: signal.Signals
+) -> None:
     with closing(reserve_port()) as reserved, ThreadPoolExecutor() as threads:
         port = number_of(reserved)
         roles = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
@@ -251,24 +262,66 @@ def test_a_killed_prefill_server_ends_its_requests_by_name_and_no_others(apart: 
             assert both[0].result(60).status_code == 200
             waiting = threads.submit(ask_half, apart.decode, 6, port)
             wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
-            second.scheduler().kill()
+            second.scheduler().send_signal(end)
             begin_s = time.monotonic()
             answer = waiting.result(30)
             assert time.monotonic() - begin_s < 10.0
             assert answer.status_code == 503 and f"{HOST}:{port}" in answer.text, answer.text
             assert len(both[1].result(60).json()["output_ids"]) == 400
         finally:
-            stop(second.process)
+            second.process.kill()
+            second.process.wait()
+
+
+def test_a_decode_server_that_dies_leaves_no_page_held(apart: Apart) -> None:
+    port = int(apart.bootstrap.rpartition(":")[2])
+    with ThreadPoolExecutor() as threads:
+        second = start_server(
+            "--disaggregation-mode", "decode", "--pp", "3", *FLAGS, environment=KEY
+        )
+        try:
+            wait_until_ready(second)
+            body = {"max_new_tokens": 20}
+            both = [
+                threads.submit(ask_half, server, 8, port, **body)
+                for server in (apart.prefill, second)
+            ]
+            tokens = both[1].result(60).json()["output_ids"]
+            assert both[0].result(60).status_code == 200
+            assert ask_half(apart.whole, None, None, **body).json()["output_ids"] == tokens
+            # It asks for rooms, and has read none of their pages when it dies.
+            new = PROMPT * 4 + "4"  # more than it has cached
+            rooms = [threads.submit(ask_half, second, 10 + one, port, text=new) for one in range(2)]
+            wait_until(lambda: second.facts()["rooms"]["bootstrap_requests"] == 2)
+            for stage in second.stages():
+                stage.suspend()
+            assert ask_half(apart.prefill, 10, port, text=new).status_code == 200
+            assert apart.prefill.facts()["rooms"]["held_pages"] > 0
+            second.process.kill()
+            second.process.wait()
+            for room in rooms:
+                assert room.exception(20) is not None
+            wait_until(lambda: is_at_rest(apart.prefill))
+            answer = ask_half(apart.prefill, 11, port)
+            assert answer.status_code == 503 and "decode server" in answer.text, answer.text
+        finally:
+            second.process.kill()
+            second.process.wait()
 
 
 def ask_half(
-    server: LiveServer, room: int, port: int, rid: str | None = None, max_new_tokens: int = 4
+    server: LiveServer,
+    room: int | None,
+    port: int | None,
+    rid: str | None = None,
+    max_new_tokens: int = 4,
+    text: str = PROMPT * 3,
 ) -> requests.Response:
-    """One of the two requests that a router makes of one."""
+    """One of the two requests that a router makes of one; without a room, that one."""
     return server.generate(
-        text=PROMPT * 3,
+        text=text,
         rid=rid,
-        bootstrap_host=HOST,
+        bootstrap_host=HOST if room is not None else None,
         bootstrap_port=port,
         bootstrap_room=room,
         sampling_params={"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True},
