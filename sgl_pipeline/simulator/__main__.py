@@ -7,7 +7,6 @@ that carry the highest rate within a latency target. Everything printed is simul
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,12 +25,10 @@ from sgl_pipeline.simulator.command_setting import (
     workload_of,
 )
 from sgl_pipeline.simulator.experiment import Cluster, MeasuredPipeline, simulate
+from sgl_pipeline.simulator.fleet_command import FleetCommand, add_fleet_flags, show_progress
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import Summary, summarize
 from sgl_pipeline.simulator.tune import search, server_flags
-from sgl_pipeline.status_line import StatusLine, bar
-
-PROGRESS_INTERVAL_S = 0.5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """One row for each policy and rate."""
     pipeline, target = pipeline_of(options), target_of(options)
+    if options.pd is not None:
+        if not isinstance(pipeline, Cluster):
+            raise ConfigurationError("a recorded pipeline is mixed; use --pd without --calibrate")
+        run = FleetCommand(options, pipeline, scheduling_of(options), target)
+        for policy in options.policy:
+            for rate in options.rate:
+                run.row(ThrottleArgs(policy=policy), rate, workload_of(options, rate))
+        return 0
     print(_describe(options, pipeline))
     print(_HEADER)
     for policy in options.policy:
@@ -91,10 +96,8 @@ def _simulate(
     rate_per_s: float,
 ) -> Simulation:
     workload = workload_of(options, rate_per_s)
-    label = f"{throttle.policy} at {rate_per_s:g} req/s"
-    return simulate(
-        pipeline, throttle, scheduling_of(options), workload, _progress(label, len(workload))
-    )
+    progress = show_progress(f"{throttle.policy} at {rate_per_s:g} req/s", len(workload))
+    return simulate(pipeline, throttle, scheduling_of(options), workload, progress)
 
 
 def _describe(options: argparse.Namespace, pipeline: Cluster | MeasuredPipeline) -> str:
@@ -165,19 +168,6 @@ def _write(
         writer.close()
 
 
-def _progress(label: str, num_requests: int) -> Callable[[int, float], None]:
-    """Keeps one line of the terminal up to date."""
-    line = StatusLine(interval_s=PROGRESS_INTERVAL_S)
-
-    def show(num_finished: int, now_s: float) -> None:
-        whole = bar(num_finished, num_requests)
-        line.show(f"{label}: {whole} requests, {now_s:.0f} s simulated")
-        if num_finished == num_requests:
-            line.clear()
-
-    return show
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command's flags."""
     parser = argparse.ArgumentParser(prog="sgl_pipeline.simulator", description=__doc__)
@@ -185,6 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="compare policies over request rates")
     run.set_defaults(command=_run)
     run.add_argument("--rate", type=_rates, default=(4.0,), help="requests a second: 2,4,8 or inf")
+    add_fleet_flags(run)
     run.add_argument("--json", help="appends one JSON line for each row to this file")
     run.add_argument("--trace-path", help="writes the step records of the last row to this file")
     tune = commands.add_parser("tune", help="search for the policy's best parameters")

@@ -20,6 +20,7 @@ from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
 from sgl_pipeline.host_network import read_host_network
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.simulator.experiment import LINKS, SERVER_RULES, Cluster, MeasuredPipeline
+from sgl_pipeline.simulator.fleet_command import positive
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import KV_CACHE_DTYPES, MODELS, QUANTIZATIONS
@@ -112,23 +113,23 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     """A store beyond the KV pool, and the server's rules of its use."""
     parser.add_argument(
         "--store-capacity-gb",
-        type=_positive,
+        type=positive,
         metavar="GB",
         help="keep pages in a store of so many GB, empty at first; without it there is none",
     )
     parser.add_argument(
         "--store-read-gb-per-s",
-        type=_positive,
+        type=positive,
         default=2.0,
         metavar="GB",
         help="read by each stage, beside what it writes",
     )
     parser.add_argument(
-        "--store-write-gb-per-s", type=_positive, default=1.0, metavar="GB", help="by each stage"
+        "--store-write-gb-per-s", type=positive, default=1.0, metavar="GB", help="by each stage"
     )
     parser.add_argument(
         "--store-save-gb-per-s",
-        type=_positive,
+        type=positive,
         default=StoreConfig().save_bytes_per_s / 1e9,
         metavar="GB",
         help="most that a stage saves, as the server's save_bytes_per_s",
@@ -152,16 +153,6 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         default=SERVER_RULES.wait_policy,
         help="how long a request waits for a load, as the server's flag",
     )
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
-    return value
 
 
 def _policies(text: str) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ from sgl_pipeline.simulator.models import (
     model_shape,
 )
 from sgl_pipeline.simulator.pipeline_costs import (
+    AttentionSeconds,
     HostCosts,
-    PartSeconds,
     PipelineCosts,
     ScaledTail,
     SimulatedLink,
@@ -147,7 +147,7 @@ class Cluster:
 
     def costs(self) -> PipelineCosts:
         return PipelineCosts(
-            self._parts(),
+            self.parts(),
             self.layers,
             self._link(*LINKS[self.link]),
             self.host,
@@ -192,7 +192,7 @@ class Cluster:
         """The server's split, by each worker's time for the typical step, from the tables."""
         model = self.shape
         weights = self.layer_weights or (1.0,) * model.num_layers
-        parts, shape = self._parts(), StepShape.made_up(TYPICAL_STEP)
+        parts, shape = self.parts(), StepShape.made_up(TYPICAL_STEP)
         layer_ms = parts.layer_s(shape) * 1e3
         costs = StageCosts(
             tuple(weight * layer_ms for weight in weights),
@@ -212,7 +212,8 @@ class Cluster:
         """For weights and KV, of a stage."""
         return DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
 
-    def _parts(self) -> PartSeconds:
+    def parts(self) -> AttentionSeconds:
+        """The times of a layer and of the ends."""
         parts = part_seconds(DEVICES[self.device], self.shape, self.tensor_parallel)
         return parts if self.tail_factor == 1.0 else ScaledTail(parts, self.tail_factor)
 

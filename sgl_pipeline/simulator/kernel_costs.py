@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.simulator.interpolation import Grid
-from sgl_pipeline.simulator.models import MODELS, ModelShape
-from sgl_pipeline.simulator.pipeline_costs import PartSeconds
+from sgl_pipeline.simulator.models import MODELS, ModelShape, model_shape
+from sgl_pipeline.simulator.pipeline_costs import AttentionSeconds
 from sgl_pipeline.simulator.step_shape import StepShape
 
 DATA = Path(__file__).parent / "data" / "kernels"
@@ -64,6 +64,8 @@ _OPERATOR_TABLES = {
     ("Qwen3-32B", 2): "rtxpro6000_qwen3-32b_tp2",
     ("Llama-3.1-8B", 1): "rtxpro6000_llama-3.1-8b_tp1",
 }
+# Models that were not measured, and the one with their hidden and intermediate sizes that was.
+_MEASURED_AS = {"Llama-2-13B": "Qwen2.5-14B"}
 # Cards with times of FP8: products (SGLang's fp8_scaled_mm), and decodes of such keys and values.
 _FP8_TABLES = ("h100_sxm", "h200_sxm", "l40s")
 # PCIe between two RTX PRO 6000 as the tables' authors describe their machine (LLMServingSim,
@@ -72,7 +74,7 @@ _PCIE_LATENCY_S = 20e-6
 _PCIE_BYTES_PER_S = 16e9
 
 
-def part_seconds(device: Device, model: ModelShape, tensor_parallel: int = 1) -> PartSeconds:
+def part_seconds(device: Device, model: ModelShape, tensor_parallel: int = 1) -> AttentionSeconds:
     """The times of `model` on `device`. Raises ConfigurationError where nothing was measured."""
     in_fp8 = [
         what
@@ -174,9 +176,15 @@ class OperatorCosts:
         norm_us = self.final_norm_us.at(shape.num_tokens)
         return (norm_us + self.head_us.at(shape.num_samples)) * 1e-6
 
+    def attention_s(self, shape: StepShape) -> float:
+        """The part of `layer_s` that is attention."""
+        return self._attention_us(shape) * 1e-6
+
     def _attention_us(self, shape: StepShape) -> float:
         """The longest chunk beside the decodes, as measured; further chunks by themselves."""
         contexts = shape.decode_contexts
+        if not shape.num_tokens:
+            return 0.0
         if not shape.prefills:
             return self.decode_us.at(len(contexts), _skewed_mean(contexts))
         longest = max(shape.prefills)
@@ -191,6 +199,7 @@ class OperatorCosts:
 class GemmCosts:
     """Products and attention measured apart; elementwise operators and sampling assumed.
 
+    A decode with n times the measured KV heads takes what n decodes take (`decode_heads`).
     Elementwise operators are a share of `plain_linear_ms`, the products of 16 bits: those in FP8
     leave them as slow as they are. Rounding the rows for FP8 products is in no table. Prompts take
     as long with keys and values in FP8: their arithmetic has 16 bits.
@@ -202,15 +211,19 @@ class GemmCosts:
     prefill_ms: Grid
     decode_ms: Grid
     slow_memory: float
+    decode_heads: float = 1.0
 
     @classmethod
     @lru_cache
     def load(cls, device: Device, model: ModelShape) -> "GemmCosts":
-        def of_model(table: str, points: str, value: str) -> Grid:
-            rows = [row for row in _rows(f"{device.tables}_{table}") if row["model"] == model.name]
+        name = _MEASURED_AS.get(model.name, model.name)
+        measured = model_shape(name, model.quantization, model.kv_cache_dtype)
+
+        def of_model(table: str, points: str, value: str, scale: float) -> Grid:
+            rows = [row for row in _rows(f"{device.tables}_{table}") if row["model"] == name]
             if not rows:
                 raise ConfigurationError(f"there are no kernel times of {model.name}")
-            return Grid.of(((float(row[points]),), float(row[value])) for row in rows)
+            return Grid.of(((float(row[points]),), scale * float(row[value])) for row in rows)
 
         def heads(row: Row, query: int, key: int) -> bool:
             return (row["q_heads"], row["kv_heads"]) == (str(query), str(key))
@@ -220,37 +233,49 @@ class GemmCosts:
         in_fp8 = model.kv_cache_dtype == "fp8_e4m3"
         decodes = "attn_generation_fp8_ms" if in_fp8 else "attn_generation_ms"
         generation = _rows(f"{device.tables}_{decodes}")
+        # Products of other sizes take what their weights are larger.
+        layers = model.layer_weight_bytes / measured.layer_weight_bytes
+        ends = model.end_weight_bytes / measured.end_weight_bytes
         return cls(
-            linear_ms=of_model(products, "num_tokens", "linear_ms"),
-            plain_linear_ms=of_model("layer_gemm_ms", "num_tokens", "linear_ms"),
-            head_ms=of_model("lm_head_ms", "num_seqs", "lm_head_ms"),
+            linear_ms=of_model(products, "num_tokens", "linear_ms", layers),
+            plain_linear_ms=of_model("layer_gemm_ms", "num_tokens", "linear_ms", layers),
+            head_ms=of_model("lm_head_ms", "num_seqs", "lm_head_ms", ends),
             prefill_ms=Grid.of(
                 ((float(row["seq_tokens"]),), float(row["latency_ms"]))
                 for row in context
-                if heads(row, model.num_query_heads, model.num_kv_heads)
+                if heads(row, measured.num_query_heads, measured.num_kv_heads)
             ),
             # Reading K and V bounds it: query heads hardly matter, and 40/8 was not measured.
             decode_ms=Grid.of(
                 ((float(row["batch_size"]), float(row["kv_tokens_each"])), float(row["latency_ms"]))
                 for row in generation
-                if heads(row, 32, model.num_kv_heads)
+                if heads(row, 32, measured.num_kv_heads)
                 and int(row["batch_size"]) <= 128
                 and int(row["kv_tokens_each"]) <= 4096
             ),
             slow_memory=device.slow_memory,
+            decode_heads=model.num_kv_heads / measured.num_kv_heads,
         )
 
     def layer_s(self, shape: StepShape) -> float:
-        attention_ms = sum(self._prefill_ms(*chunk) for chunk in shape.prefills)
-        contexts = shape.decode_contexts
-        if contexts:
-            mean = sum(contexts) / len(contexts)
-            attention_ms += self.slow_memory * self.decode_ms.at(len(contexts), mean)
         linear_ms, plain_ms = (
             self._bounded_by_memory(table, shape.num_tokens)
             for table in (self.linear_ms, self.plain_linear_ms)
         )
-        return (linear_ms + ELEMENTWISE_SHARE * plain_ms + attention_ms) * 1e-3
+        return (linear_ms + ELEMENTWISE_SHARE * plain_ms + self._attention_ms(shape)) * 1e-3
+
+    def attention_s(self, shape: StepShape) -> float:
+        """The part of `layer_s` that is attention."""
+        return self._attention_ms(shape) * 1e-3
+
+    def _attention_ms(self, shape: StepShape) -> float:
+        attention_ms = sum(self._prefill_ms(*chunk) for chunk in shape.prefills)
+        contexts = shape.decode_contexts
+        if contexts:
+            mean = sum(contexts) / len(contexts)
+            rows = len(contexts) * self.decode_heads
+            attention_ms += self.slow_memory * self.decode_ms.at(rows, mean)
+        return attention_ms
 
     def embedding_s(self, shape: StepShape) -> float:
         """A gather of rows: below a hundredth of a layer in every table that has it."""

@@ -82,6 +82,7 @@ _SIZES = {
     "Qwen3-32B": (64, 5120, 64, 8, 25600, 151936),
     "Llama-3.1-70B": (80, 8192, 64, 8, 28672, 128256),
     "Llama-3.1-8B": (32, 4096, 32, 8, 14336, 128256),
+    "Llama-2-13B": (40, 5120, 40, 40, 13824, 32000),
 }
 MODELS = {name: ModelShape(name, *sizes) for name, sizes in _SIZES.items()}
 

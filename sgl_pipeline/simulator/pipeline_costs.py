@@ -25,15 +25,25 @@ class PartSeconds(Protocol):
         """Work of the last stage alone: final norm, lm_head and sampling."""
 
 
+class AttentionSeconds(PartSeconds, Protocol):
+    """Parts whose attention is known apart."""
+
+    def attention_s(self, shape: StepShape) -> float:
+        """The part of `layer_s` that is attention."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScaledTail:
     """`parts` with a tail that takes `factor` times as long: another sampler's work."""
 
-    parts: PartSeconds
+    parts: AttentionSeconds
     factor: float
 
     def layer_s(self, shape: StepShape) -> float:
         return self.parts.layer_s(shape)
+
+    def attention_s(self, shape: StepShape) -> float:
+        return self.parts.attention_s(shape)
 
     def embedding_s(self, shape: StepShape) -> float:
         return self.parts.embedding_s(shape)

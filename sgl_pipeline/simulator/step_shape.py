@@ -4,10 +4,12 @@ Made from a `Microbatch`, or from a `MadeUpStep`, for the cost models; the only 
 scheduler's requests and the simulated times.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from sgl_pipeline.costs.stage_costs import MadeUpStep
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import Request
 from sgl_pipeline.step_work import StepWork, attended_tokens
 
 
@@ -15,27 +17,46 @@ from sgl_pipeline.step_work import StepWork, attended_tokens
 class StepShape:
     """`prefills` are pairs (tokens of the chunk, tokens of its request before it).
 
-    `decode_contexts` are the tokens that each decode attends to, its own among them. `num_samples`
-    rows go through the head.
+    `decode_contexts` are the tokens that each decode attends to, its own among them; the attention
+    of the last `num_remote` of them is computed elsewhere. `num_samples` rows go through the head.
     """
 
     prefills: tuple[tuple[int, int], ...]
     decode_contexts: tuple[int, ...]
     num_samples: int
+    num_remote: int = 0
 
     @classmethod
-    def of(cls, microbatch: Microbatch) -> "StepShape":
+    def of(cls, microbatch: Microbatch, remote: Container[Request] = ()) -> "StepShape":
+        """The shape of `microbatch`, with the attention of decodes of `remote` elsewhere."""
         chunks = microbatch.chunks
+        decodes = [chunk for chunk in chunks if chunk.is_decode]
+        elsewhere = tuple(chunk.end for chunk in decodes if chunk.request in remote)
+        here = tuple(chunk.end for chunk in decodes if chunk.request not in remote)
         return cls(
             tuple((chunk.length, chunk.start) for chunk in chunks if not chunk.is_decode),
-            tuple(chunk.end for chunk in chunks if chunk.is_decode),
+            here + elsewhere,
             microbatch.num_samples,
+            len(elsewhere),
         )
 
     @classmethod
     def made_up(cls, step: MadeUpStep) -> "StepShape":
         prefills = ((step.prompt_tokens, step.prompt_start),) if step.prompt_tokens else ()
         return cls(prefills, (step.context_tokens + 1,) * step.decodes, step.decodes)
+
+    @property
+    def attended_here(self) -> "StepShape":
+        """The step with no other decodes than those whose attention is computed here."""
+        if not self.num_remote:
+            return self
+        return StepShape(self.prefills, self.decode_contexts[: -self.num_remote], self.num_samples)
+
+    @property
+    def attended_elsewhere(self) -> "StepShape":
+        """The other decodes."""
+        first = len(self.decode_contexts) - self.num_remote
+        return StepShape((), self.decode_contexts[first:], 0)
 
     @property
     def num_decodes(self) -> int:

@@ -5,6 +5,7 @@ Pure functions of a `Simulation`; units are in the names. Percentiles are those 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -37,10 +38,11 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """`output_tokens_per_s` and `total_tokens_per_s` (prompt tokens that were served from the cache
-    included) are over the time from the first arrival to the last token. `bubble_share` is the part
-    of the stages' time in which they waited although some stage was busy. `cache_hit_share` is the
-    share of prompt tokens that were not computed, `loaded_share` that of those which a store had to
+    """`itl_ms` are the pauses between any two tokens of one request. `output_tokens_per_s` and
+    `total_tokens_per_s` (prompt tokens that were served from the cache included) are over the time
+    from the first arrival to the last token. `bubble_share` is the part of the stages' time in
+    which they waited although some stage was busy. `cache_hit_share` is the share of prompt tokens
+    that were not computed, `loaded_share` that of those which a store, or a prefill server, had to
     give. `target_share` is the share of requests that met the target, where there was one."""
 
     num_requests: int
@@ -51,6 +53,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     ttft_ms: Distribution
     tpot_ms: Distribution
+    itl_ms: Distribution
     e2e_ms: Distribution
     bubble_share: float
     cache_hit_share: float
@@ -80,6 +83,7 @@ def summarize(simulation: Simulation, target: LatencyTarget | None = None) -> Su
         requests_per_s=len(done) / duration_s,
         ttft_ms=Distribution.of([ttft_ms(served) for served in done]),
         tpot_ms=Distribution.of([tpot_ms(one) for one in done if len(one.token_times_s) > 1]),
+        itl_ms=Distribution.of([gap_ms for one in done for gap_ms in token_gaps_ms(one)]),
         e2e_ms=Distribution.of(
             [(end - served.arrival_s) * 1e3 for served, end in zip(done, ends, strict=True)]
         ),
@@ -103,6 +107,11 @@ def tpot_ms(served: ServedRequest) -> float:
     """Mean time per further output token; there must be one."""
     times = served.token_times_s
     return (times[-1] - times[0]) * 1e3 / (len(times) - 1)
+
+
+def token_gaps_ms(served: ServedRequest) -> list[float]:
+    """Times between tokens that follow each other."""
+    return [(after - before) * 1e3 for before, after in pairwise(served.token_times_s)]
 
 
 def bubble_share(simulation: Simulation) -> float:

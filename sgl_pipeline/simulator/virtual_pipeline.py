@@ -7,15 +7,12 @@ are arrivals and results, and what is said of layers that move (`virtual_moves.p
 a store (`virtual_store.py`). Equal inputs give equal steps and equal times.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import msgspec
 
-from sgl_pipeline.errors import RequestError
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
@@ -23,15 +20,16 @@ from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import StepRecord
-from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.page_copies import MoveCosts
+from sgl_pipeline.simulator.page_transfers import PageSource
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
-from sgl_pipeline.simulator.simulation import ServedRequest, SimulatedStep, Simulation
-from sgl_pipeline.simulator.stage_clock import Slowdown, StageClock
+from sgl_pipeline.simulator.remote_attention import RemoteAttention
+from sgl_pipeline.simulator.simulation import SimulatedStep, Simulation
+from sgl_pipeline.simulator.stage_clock import SharedStageClock, Slowdown, StageClock
 from sgl_pipeline.simulator.step_shape import StepShape
+from sgl_pipeline.simulator.virtual_clients import VirtualClients
 from sgl_pipeline.simulator.virtual_moves import VirtualMoves
-from sgl_pipeline.simulator.virtual_store import VirtualStore
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.move_orders import MoveOrder
@@ -66,6 +64,7 @@ class VirtualPipeline:
         slowdowns: of stages, for some time.
         wishes: an operator's plans, each with its moment.
         store: the one that the scheduler's tier uses; None: it uses none.
+        remote: computes attention of some requests elsewhere; None: of none.
     """
 
     def __init__(
@@ -77,13 +76,18 @@ class VirtualPipeline:
         move_costs: MoveCosts | None = None,
         slowdowns: Sequence[Slowdown] = (),
         wishes: Sequence[tuple[float, tuple[int, ...]]] = (),
-        store: VirtualStore | None = None,
+        store: PageSource | None = None,
+        remote: RemoteAttention | None = None,
     ) -> None:
         plan = StagePlan(0, costs.layer_counts)
         forecast = forecast or StepForecast(plan, learns=False)
+        self.clients = VirtualClients()
         self._core = PipelineCore(scheduler, plan, migration, forecast)
         self._costs = costs
-        self._clocks = [StageClock() for _ in range(costs.num_stages)]
+        self._remote = remote
+        fills_waits = remote is not None and remote.fills_waits
+        clock = SharedStageClock if fills_waits else StageClock
+        self._clocks = [clock() for _ in range(costs.num_stages)]
         self._moves = VirtualMoves(
             move_costs or MoveCosts(), plan, self._clocks, costs.host.transit_s
         )
@@ -91,10 +95,6 @@ class VirtualPipeline:
         self._orders = msgspec.msgpack.Decoder(MoveOrder | StoreOrder)
         self._slowdowns = tuple(slowdowns)
         self._wishes = deque(sorted(wishes))
-        self._arrivals: list[tuple[float, int, SimulatedRequest]] = []
-        self._order = count()
-        self._live: dict[Request, ServedRequest] = {}
-        self._served: list[ServedRequest] = []
         self._in_flight: deque[_Trip] = deque()
         self._steps: list[SimulatedStep] = []
         # The scheduler process is busy until then: whatever happens before, it sees at that time.
@@ -112,22 +112,44 @@ class VirtualPipeline:
         With `most_steps` it breaks off once so many steps have come back: requests are left.
         """
         for asked in workload:
-            self._expect(asked.arrival_s, asked)
-        while self._is_under_way:
+            self.clients.expect(asked, asked.arrival_s)
+        while (now_s := self.next_turn_s) < float("inf"):
             if most_steps is not None and len(self._steps) >= most_steps:
                 break
-            now_s = max(self._next_event_s(), self._scheduler_free_s)
-            self._take_arrivals(now_s)
-            now_s = self._take_results(now_s)
-            self._take_moves(now_s)
-            self._fill(now_s)
-            self._check_progress(now_s)
-            on_progress(len(self._served) - len(self._live), now_s)
+            now_s = self.turn(now_s)
+            on_progress(self.clients.num_ended, now_s)
         else:
-            assert self._is_idle, "requests are left, but nothing can run"
-        scheduler = self._core.scheduler
+            assert self.is_idle, "requests are left, but nothing can run"
+        return self.result()
+
+    @property
+    def scheduler(self) -> StepScheduler:
+        return self._core.scheduler
+
+    @property
+    def next_turn_s(self) -> float:
+        """The moment of the next `turn`, if no request comes before; infinity if nothing will
+        happen that requests, or a layer move, wait for."""
+        if not self._is_under_way:
+            return float("inf")
+        return max(self._next_event_s(), self._scheduler_free_s)
+
+    def turn(self, now_s: float) -> float:
+        """Takes what has happened by `now_s` and sends what can be sent, once the scheduler process
+        is free; returns the moment at which it has booked the results."""
+        now_s = max(now_s, self._scheduler_free_s)
+        self.clients.arrive(self.scheduler, now_s)
+        now_s = self._take_results(now_s)
+        self._take_moves(now_s)
+        self._fill(now_s)
+        self._check_progress(now_s)
+        return now_s
+
+    def result(self) -> Simulation:
+        """All that has happened."""
+        scheduler = self.scheduler
         return Simulation(
-            tuple(self._served),
+            tuple(self.clients.served),
             tuple(self._steps),
             scheduler.num_retractions,
             self._core.migration.history,
@@ -138,24 +160,25 @@ class VirtualPipeline:
     def _is_under_way(self) -> bool:
         """True if something will happen that requests, or a layer move, wait for. For a store,
         requests wait a bounded time."""
-        if self._arrivals or self._in_flight or self._moves.is_open:
+        if self._in_flight or self._moves.is_open or self.clients.next_arrival_s < float("inf"):
             return True
-        return self._store is not None and not self._is_idle
+        return self._store is not None and not self.is_idle
 
     def _check_progress(self, now_s: float) -> None:
         """Asserts that requests do not wait for ever while nothing is on its way."""
         if self._store is None:
             return
-        if self._is_idle or self._in_flight or self._store.is_open:
+        if self.is_idle or self._in_flight or self._store.is_open:
             self._moved_s = now_s
         assert now_s - self._moved_s < STUCK_S, "requests are left, but nothing can run"
 
     @property
-    def _is_idle(self) -> bool:
-        return self._core.scheduler.is_idle
+    def is_idle(self) -> bool:
+        """True if no request waits or runs."""
+        return self.scheduler.is_idle
 
     def _next_event_s(self) -> float:
-        arrival_s = self._arrivals[0][0] if self._arrivals else float("inf")
+        arrival_s = self.clients.next_arrival_s
         result_s = self._in_flight[0].back_s if self._in_flight else float("inf")
         if not self._moves.is_open and not self._wishes and self._store is None:
             return min(arrival_s, result_s)
@@ -167,31 +190,9 @@ class VirtualPipeline:
         store = self._store
         if store is None:
             return float("inf")
-        waits = store.is_awaited or not (self._in_flight or self._is_idle)
+        waits = store.is_awaited or not (self._in_flight or self.is_idle)
         late_s = self._scheduler_free_s + LATE_CHECK_S if waits else float("inf")
         return min(store.next_event_s(), late_s)
-
-    def _expect(self, arrival_s: float, asked: SimulatedRequest) -> None:
-        heapq.heappush(self._arrivals, (arrival_s, next(self._order), asked))
-
-    def _take_arrivals(self, now_s: float) -> None:
-        while self._arrivals and self._arrivals[0][0] <= now_s:
-            arrival_s, number, asked = heapq.heappop(self._arrivals)
-            served = ServedRequest(asked, arrival_s)
-            self._served.append(served)
-            request = Request(
-                request_id=str(number),
-                prompt_ids=asked.prompt_ids(),
-                sampling=GREEDY,
-                stops=StopRules(max_new_tokens=asked.output_tokens),
-                arrival_s=arrival_s,
-            )
-            try:
-                self._core.scheduler.add(request)
-            except RequestError as error:
-                served.error = str(error)
-            else:
-                self._live[request] = served
 
     def _take_results(self, now_s: float) -> float:
         """Books what has come back by `now_s`; returns when the scheduler is done with that."""
@@ -213,16 +214,15 @@ class VirtualPipeline:
             )
             now_s += result_s
             for event in step.events:
-                self._note_tokens(event.request, len(event.token_ids), now_s)
+                self.clients.note_tokens(event.request, len(event.token_ids), now_s)
         self._scheduler_free_s = now_s
         return now_s
 
     def _reports(self, trip: _Trip) -> list[StageReport]:
         """The stages' report of a step that has passed them all."""
         microbatch = trip.step.microbatch
-        tokens = tuple(
-            self._next_token(chunk.request) for chunk in microbatch.chunks if chunk.samples
-        )
+        next_token = self.clients.next_token
+        tokens = tuple(next_token(chunk.request) for chunk in microbatch.chunks if chunk.samples)
         last = len(trip.timings) - 1
         return [
             StageReport(
@@ -234,22 +234,6 @@ class VirtualPipeline:
             )
             for stage, timing in enumerate(trip.timings)
         ]
-
-    def _next_token(self, request: Request) -> int:
-        return self._live[request].asked.output.first + len(request.output_ids)
-
-    def _note_tokens(self, request: Request, num_new: int, now_s: float) -> None:
-        served = self._live[request]
-        served.token_times_s += [now_s] * num_new
-        if request.finish is None:
-            return
-        del self._live[request]
-        served.finished_s = now_s
-        served.cached_tokens = request.cached_tokens
-        served.loaded_tokens = request.loaded_tokens
-        served.num_retractions = request.num_retractions
-        if served.asked.follow_up is not None:
-            self._expect(now_s + served.asked.think_s, served.asked.follow_up)
 
     def _take_moves(self, now_s: float) -> None:
         """Books what stages say of a move, and begins what an operator wants."""
@@ -286,7 +270,8 @@ class VirtualPipeline:
     def _send(self, step: OpenStep, sent_s: float) -> _Trip:
         """Runs a step that leaves the scheduler at `sent_s` through all stages."""
         microbatch = step.microbatch
-        costs, shape = self._costs, StepShape.of(microbatch)
+        costs = self._costs
+        shape = StepShape.of(microbatch) if self._remote is None else self._remote.shape(microbatch)
         prepare_s = costs.host.prepare_s(len(microbatch.chunks))
         compute_s = costs.stage_seconds(shape, microbatch.step_id)
         pages = self._written_pages(microbatch) if self._moves.is_copying else []
@@ -294,13 +279,15 @@ class VirtualPipeline:
         input_s = sent_s
         for stage, clock in enumerate(self._clocks):
             start_s = costs.host.start_s(clock.free_s, sent_s, input_s, prepare_s)
-            end_s = start_s + self._slowed(stage, start_s, compute_s[stage])
+            busy_s = self._slowed(stage, start_s, compute_s[stage])
             if self._moves.is_open:
                 self._moves.idle(stage, start_s)
-                end_s += self._wait_s(stage, start_s, shape)
-            timing = self._timing(clock.free_s, sent_s, prepare_s, start_s, end_s)
+                busy_s += self._wait_s(stage, start_s, shape)
+            remote_s = 0.0 if self._remote is None else self._remote.wait_s(stage, shape)
+            free_s = clock.free_s
+            start_s, end_s = clock.run(start_s, busy_s, remote_s)
+            timing = self._timing(free_s, sent_s, prepare_s, start_s, end_s)
             timings.append(timing)
-            clock.free_s = end_s
             if pages:
                 clock.free_s = self._moves.ran(stage, end_s - start_s, end_s, pages)
             if self._store is not None:

@@ -7,13 +7,14 @@ steps and take nothing from them: orders are taken and reports sent between two 
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.page_wishes import Lookup
+from sgl_pipeline.simulator.page_transfers import TransferQueue, reports_of
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     LoadPages,
@@ -53,34 +54,6 @@ class StoreCosts:
     eviction: Eviction = "lru"
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """A transfer on a stage, and the moment at which the stage can report it."""
-
-    report: StoreReport
-    done_s: float
-
-
-@dataclass(slots=True)
-class _TransferQueue:
-    """The transfers of one kind on one stage, in sequence; the next one can begin at `free_s`."""
-
-    free_s: float = 0.0
-    transfers: deque[_Transfer] = field(default_factory=deque)
-
-    def add(self, report: StoreReport, taken_s: float, seconds: float) -> None:
-        self.free_s = max(self.free_s, taken_s) + seconds
-        self.transfers.append(_Transfer(report, self.free_s))
-
-    def put_off(self, start_s: float, end_s: float) -> None:
-        """No report is sent between these moments."""
-        for transfer in self.transfers:
-            if transfer.done_s >= end_s:
-                return
-            if transfer.done_s > start_s:
-                transfer.done_s = end_s
-
-
 class VirtualStore:
     """A store that is empty at first, and its use by one pipeline at a time.
 
@@ -105,8 +78,8 @@ class VirtualStore:
         self._pages: OrderedDict[bytes, None] = OrderedDict()
         self.num_evicted = 0
         self._questions: deque[tuple[float, Lookup]] = deque()
-        self._loads: dict[int, _TransferQueue] = {}
-        self._saves: dict[int, _TransferQueue] = {}
+        self._loads: dict[int, TransferQueue] = {}
+        self._saves: dict[int, TransferQueue] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -187,7 +160,7 @@ class VirtualStore:
             is_broken=num_readable < num_pages,
             message="" if num_readable == num_pages else "evicted",
         )
-        self._loads.setdefault(stage, _TransferQueue()).add(report, taken_s, busy_s)
+        self._loads.setdefault(stage, TransferQueue()).add(report, taken_s, busy_s)
 
     def _save(
         self, order: SavePages, stage: int, layers: range, num_pages: int, taken_s: float
@@ -204,18 +177,14 @@ class VirtualStore:
         )
         rate = min(costs.write_bytes_per_s, costs.save_bytes_per_s)
         seconds = costs.latency_s + num_bytes / rate
-        self._saves.setdefault(stage, _TransferQueue()).add(report, taken_s, seconds)
+        self._saves.setdefault(stage, TransferQueue()).add(report, taken_s, seconds)
 
     def _take_reports(self, now_s: float) -> list[StoreReport]:
         """The reports that have arrived by `now_s`, in the sequence of their ends."""
-        due: list[_Transfer] = []
-        for queue in self._queues():
-            while queue.transfers and queue.transfers[0].done_s + self._transit_s <= now_s:
-                due.append(queue.transfers.popleft())
-        due.sort(key=lambda transfer: (transfer.done_s, transfer.report.stage))
-        return [transfer.report for transfer in due]
+        queues = self._queues()
+        return reports_of([one for each in queues for one in each.take_due(now_s, self._transit_s)])
 
-    def _queues(self) -> Iterator[_TransferQueue]:
+    def _queues(self) -> Iterator[TransferQueue]:
         yield from self._loads.values()
         yield from self._saves.values()
 

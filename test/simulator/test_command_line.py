@@ -146,3 +146,52 @@ def test_what_cannot_be_simulated_is_said_in_one_line(
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+PD = ["run", *SMALL, "--policy", "throttle", "--rate", "4", "--pd", "1:2", "--pd-pp", "2:1"]
+
+
+def test_prefill_and_decode_apart_have_a_table_of_their_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = tmp_path / "runs.jsonl"
+    record = ["--model", "Llama-2-13B", "--device", "a100-80g", "--json", str(lines)]
+    assert main([*PD, *record, *LENIENT, "--pd-prefill-policy", "sarathi"]) == 0
+    described, _, row = capsys.readouterr().out.splitlines()
+    assert "1 x prefill (layers (20, 20)" in described and "2 x decode (layers (40,)" in described
+    assert row.split()[:2] == ["throttle", "4"]
+    busy = ["--trace", "azure_conv", "--rate", "inf", "--pd", "1:1"]
+    assert main([*PD, *record, *busy, "--pd-offload", "--pd-offload-bound", "1"]) == 0
+    assert "offload bound 1.00" in capsys.readouterr().out
+    plain, offloaded = [
+        msgspec.json.decode(line)["summary"] for line in lines.read_bytes().splitlines()
+    ]
+    assert plain["serving"]["num_requests"] == offloaded["serving"]["num_requests"] == 30
+    assert (plain["num_devices"], offloaded["num_devices"]) == (4, 3)
+    assert plain["loaded_gb"] > 0 and offloaded["loaded_gb"] > 0
+    assert plain["goodput_per_device"] > 0 and plain["offloaded_share"] == 0
+    assert offloaded["offloaded_share"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--pp", "2"], "leave out --pp"),
+        (["--pd-offload-bound", "0.5"], "needs --pd-offload"),
+        (["--store-capacity-gb", "1"], "not simulated with prefill and decode apart"),
+        (["--policy", "throttle-time"], "not simulated with prefill and decode apart"),
+        (["--disable-radix-cache"], "found in the radix cache"),
+        (["--calibrate", "steps.jsonl", "--pool-tokens", "9999"], "without --calibrate"),
+    ],
+)
+def test_what_is_not_simulated_with_prefill_and_decode_apart_is_refused(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PD, "--device", "a100-80g", *flags]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_numbers_of_servers_are_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--pd", "1:0"])
+    assert "two numbers from 1 such as 1:2" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""The clients of one virtual pipeline: requests that will arrive, that are served, and their times.
+
+A request that has ended may be followed by another one of the same client.
+"""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.requests import GREEDY, Request, StopRules
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.simulation import ServedRequest
+from sgl_pipeline.simulator.workload import SimulatedRequest
+
+# Gets a request that begins to be served, and what its client will see.
+OnBegin = Callable[[Request, ServedRequest], None]
+# Gets a request that has ended or was refused, what its client saw, and the moment.
+OnEnd = Callable[[Request, ServedRequest, float], None]
+
+
+class VirtualClients:
+    """All requests of one pipeline.
+
+    `on_begin` hears of each that the scheduler has taken, `on_end` of each that has ended; by
+    default its follow-up arrives at the same pipeline.
+    """
+
+    def __init__(self) -> None:
+        self.on_begin: OnBegin = lambda request, served: None
+        self.on_end: OnEnd = self._follow_up
+        self.served: list[ServedRequest] = []
+        self._arrivals: list[tuple[float, int, float, SimulatedRequest]] = []
+        self._order = count()
+        self._live: dict[Request, ServedRequest] = {}
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that have arrived and are served no more."""
+        return len(self.served) - len(self._live)
+
+    @property
+    def next_arrival_s(self) -> float:
+        """The moment of the next arrival; infinity if none is expected."""
+        return self._arrivals[0][0] if self._arrivals else float("inf")
+
+    def expect(
+        self, asked: SimulatedRequest, moment_s: float, since_s: float | None = None
+    ) -> None:
+        """`asked` will reach the scheduler at `moment_s`; its client has waited since `since_s`, or
+        since then."""
+        arrival_s = moment_s if since_s is None else since_s
+        heapq.heappush(self._arrivals, (moment_s, next(self._order), arrival_s, asked))
+
+    def arrive(self, scheduler: StepScheduler, now_s: float) -> None:
+        """Gives `scheduler` the requests that have arrived by `now_s`."""
+        while self._arrivals and self._arrivals[0][0] <= now_s:
+            moment_s, number, arrival_s, asked = heapq.heappop(self._arrivals)
+            served = ServedRequest(asked, arrival_s)
+            self.served.append(served)
+            request = Request(
+                request_id=str(number),
+                prompt_ids=asked.prompt_ids(),
+                sampling=GREEDY,
+                stops=StopRules(max_new_tokens=asked.output_tokens),
+                arrival_s=moment_s,
+            )
+            try:
+                scheduler.add(request)
+            except RequestError as error:
+                served.error = str(error)
+                self.on_end(request, served, now_s)
+            else:
+                self._live[request] = served
+                self.on_begin(request, served)
+
+    def next_token(self, request: Request) -> int:
+        """The token that the model draws next for a request."""
+        return self._live[request].asked.output.first + len(request.output_ids)
+
+    def note_tokens(self, request: Request, num_new: int, now_s: float) -> None:
+        """The client of `request` gets `num_new` tokens, perhaps its last."""
+        served = self._live[request]
+        served.token_times_s += [now_s] * num_new
+        if request.finish is None:
+            return
+        del self._live[request]
+        served.finished_s = now_s
+        served.cached_tokens = request.cached_tokens
+        served.loaded_tokens = request.loaded_tokens
+        served.num_retractions = request.num_retractions
+        self.on_end(request, served, now_s)
+
+    def _follow_up(self, request: Request, served: ServedRequest, now_s: float) -> None:
+        if served.asked.follow_up is not None and not served.error:
+            self.expect(served.asked.follow_up, now_s + served.asked.think_s)
