@@ -29,8 +29,8 @@ class DisaggregationArgs:
     that port of a request that names none. `reserved_decode_tokens` are kept free on the decode
     server for each request that decodes or is on its way. With `decode_fallback` the decode server
     computes a prompt itself where its prefill server fails. A prefill server keeps the pages of a
-    request for `bootstrap_timeout_s` until a decode server asks for them; a decode server waits
-    `waiting_timeout_s` for them. A peer is lost that says nothing for `silence_s`.
+    request for `bootstrap_timeout_s` until a decode server asks for them, and a decode server waits
+    as long until they are computed; they may take `waiting_timeout_s` to cross. A peer is lost that says nothing for `silence_s`.
     `failure_probability` is that of a room, for tests.
     """
 
