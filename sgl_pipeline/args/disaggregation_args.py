@@ -30,8 +30,8 @@ class DisaggregationArgs:
     server for each request that decodes or is on its way. With `decode_fallback` the decode server
     computes a prompt itself where its prefill server fails. A prefill server keeps the pages of a
     request for `bootstrap_timeout_s` until a decode server asks for them, and a decode server waits
-    as long until they are computed; they may take `waiting_timeout_s` to cross. A peer is lost that says nothing for `silence_s`.
-    `failure_probability` is that of a room, for tests.
+    as long until they are computed; they may take `waiting_timeout_s` to cross. A peer is lost
+    that says nothing for `silence_s`. `failure_probability` is that of a room, for tests.
     """
 
     mode: Mode = upstream_flag("null", _MODE, check=one_of(DISAGGREGATION_MODES))
