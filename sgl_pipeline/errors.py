@@ -15,6 +15,7 @@
     +-- StoreError                  a store beyond the pool could not do what it was asked for
     |   +-- BrokenObject            an object of it is missing, short or altered
     |   +-- StoreFull               it has no space, and saving is off for a while
+    |   +-- PeerLost                another server whose pages are read is gone, or does not answer
     +-- PipelineLost                the stages that are left cannot serve, and no worker comes
     +-- EngineEnded                 a call of an engine that was shut down, or whose process is gone
 
@@ -89,6 +90,10 @@ class BrokenObject(StoreError):
 
 class StoreFull(StoreError):
     """Raised when a store has no space for an object; saving is off for a while."""
+
+
+class PeerLost(StoreError):
+    """Raised when another server whose pages are read is gone or does not answer."""
 
 
 class PipelineLost(SglPipelineError):

@@ -121,11 +121,13 @@ def _serve(
     prepare_imports()
     plan, args = _read_flags(argv, run_directory)
     _check_early_options(early, args)
-    own_stages = _own_stages(args)
-    stages.start(len(own_stages), args.stages.cpu_threads)
-    head.wait_for_ray()
     interrupted = threading.Event()
     with contextlib.ExitStack() as stack:
+        if args.disaggregation.is_on:
+            _take_role(plan, args, stack)
+        own_stages = _own_stages(args)
+        stages.start(len(own_stages), args.stages.cpu_threads)
+        head.wait_for_ray()
         hooks = _complete_app(plan, args, stack)
         _run_upstream(plan, args, run_directory, stages, head, hooks, interrupted)
     if interrupted.is_set():
@@ -164,6 +166,20 @@ def _check_early_options(early: "EarlyOptions | None", args: PipelineArgs) -> No
             "several hosts (--nnodes) need --nnodes, --node-rank, --dist-init-addr, --pp and "
             "--load-format written in full, as they are read before all other flags",
         )
+
+
+def _take_role(plan: "LaunchPlan", args: PipelineArgs, stack: contextlib.ExitStack) -> None:
+    """Prepares a prefill or a decode server for its peers; `stack` closes what this opens."""
+    from sgl_pipeline.managers.hosts.bootstrap_client import (
+        BootstrapPort,
+        bootstrap_setup,
+        write_key,
+    )
+
+    write_key(args)
+    if args.disaggregation.mode == "prefill":
+        port = BootstrapPort(bootstrap_setup(args, plan.upstream.host, plan.upstream.port))
+        stack.callback(port.close)
 
 
 def _own_stages(args: PipelineArgs) -> Sequence[int]:

@@ -23,6 +23,11 @@ def page_hashes(tokens: Sequence[int], page_size: int, prior: bytes = b"") -> li
     return hashes
 
 
+def split_hashes(hashes: bytes) -> list[bytes]:
+    """The hashes that lie one behind the other in `hashes`."""
+    return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
+
+
 def namespace_hash(parts: Sequence[str | None]) -> bytes:
     """The hash before the first page of a namespace; empty for the default one.
 

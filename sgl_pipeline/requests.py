@@ -129,6 +129,19 @@ class StopRules:
     check_text: StopCheck | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The bond of the two halves of a request whose prompt one server computes and whose tokens
+    another one draws (SGLang's bootstrap_room).
+
+    No other request of either server has its `number`. `peer` is the port of the server that
+    computes the prompt, HOST:PORT; empty on that server.
+    """
+
+    number: int
+    peer: str = ""
+
+
 class RequestState(Enum):
     """The state of a request. WAITING holds no pages; RUNNING does; FINISHED never comes back."""
 
@@ -157,6 +170,7 @@ class Request:
     cache_namespace: str = ""
     constraint: TokenConstraint | None = None
     logprobs: LogprobSpec | None = None
+    room: Room | None = None
 
     # (-priority, -max_new_tokens or 0, arrival number), set by `StepScheduler.add`: the order in
     # which requests are served, and the reverse of that in which they are retracted.
@@ -168,8 +182,10 @@ class Request:
     prefill_end: int = 0
     num_scheduled: int = 0
     num_computed: int = 0
-    # Prompt tokens served from the radix cache at the first admission (reported to the user).
+    # Prompt tokens served from the radix cache at the first admission (reported to the user); those
+    # of the server that computed the prompt, where another one did.
     cached_tokens: int = 0
+    peer_cached_tokens: int | None = None
     # Of these, tokens whose pages were loaded from the store for it.
     loaded_tokens: int = 0
     num_retractions: int = 0

@@ -32,6 +32,7 @@ LIBRARIES = {
     "cluster": "msgspec cryptography psutil",
     "migration": "numpy",
     "pipeline": "msgspec",
+    "disaggregation": "msgspec",
     "simulator": "msgspec numpy matplotlib",
     "pp_runner": "torch safetensors numpy zmq gguf flashinfer triton transformers",
 }
@@ -42,8 +43,11 @@ NOT_FROM = {
     "cluster": {"throttle", "scheduling", "kv_store"},
     "migration": {"throttle", "scheduling", "cluster", "kv_store"},
     "pipeline": {"cluster", "kv_store"},
+    "disaggregation": {"throttle", "cluster", "kv_store", "migration"},
     "simulator": {"cluster", "kv_store"},
-    "pp_runner": {"throttle", "scheduling", "migration", "pipeline", "simulator"},
+    "pp_runner": {
+        *("throttle", "scheduling", "migration", "pipeline", "disaggregation", "simulator"),
+    },
     "managers": {"simulator"},
 }
 FLASHINFER_LEAVES = {
@@ -70,7 +74,7 @@ TRANSFORMERS_LEAVES = {
     )
 }
 # A scheduler that read a clock or drew a number would not run alike in simulator and runtime.
-DECIDING_ROOMS = {"throttle", "scheduling", "migration", "pipeline"}
+DECIDING_ROOMS = {"throttle", "scheduling", "migration", "pipeline", "disaggregation"}
 NOT_DETERMINISTIC = {"random", "secrets", "time", "datetime", "uuid", "socket", "asyncio"}
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
 

@@ -56,6 +56,15 @@ def test_a_layer_partition_is_no_depth() -> None:
     assert "--pp 4 --port 30000 --pp-layer-partition 5,4,4,3" in command
 
 
+def test_prefill_and_decode_apart_have_flags_of_their_own() -> None:
+    commands = commands_of("serve-pd", "VENV=build/none", "PREFILL_ARGS=--pp 2", "ARGS=--ui off")
+    assert "--target build/none/router -r requirements/router.txt" in commands
+    assert commands.endswith(
+        "sgl_pipeline.managers.serve_pd --port 30000 --router-folder build/none/router "
+        "--prefill='--pp 2' --decode='' --router='' -- --ui off"
+    )
+
+
 def pins_of(name: str) -> dict[str, str]:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if "==" in line and line[0] != "#")

@@ -19,14 +19,15 @@ ENTRY_FILES = ("__main__.py", "completion.py", "engine.py", "launch_server.py")
 # From the bottom: a room imports those before it.
 FLOORS = (
     *(GROUND, "throttle", "args", "costs", "records", "wire", "kv_store", "scheduling"),
-    *("cluster", "migration", "pipeline", "simulator"),
+    *("cluster", "migration", "pipeline", "disaggregation", "simulator"),
     *("pp_runner/cpu_kernels", "pp_runner/base", "pp_runner/weights", "pp_runner/layer_kernels"),
     *("pp_runner/attention", "pp_runner/model", "pp_runner/model/generic", "pp_runner/output"),
     *("pp_runner/flashinfer", "pp_runner/cuda", "pp_runner/layer_moves", "pp_runner/links"),
     *("pp_runner/page_store",),
     *("pp_runner",),
     *("managers/upstream", "managers/channels", "managers/gguf", "managers/command_line"),
-    *("managers/grammars", "managers/reports", "managers/tiers", "managers/front"),
+    *("managers/grammars", "managers/reports", "managers/tiers", "managers/disaggregation"),
+    *("managers/front",),
     *("managers/entrance",),
     *("managers/stages", "managers/hosts", "managers/planning", "managers/doctor"),
     *("managers", "managers/engine", ENTRY),

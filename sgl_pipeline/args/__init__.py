@@ -7,6 +7,7 @@ back into these: they arrive in messages.
 
 from sgl_pipeline.args.checks import require
 from sgl_pipeline.args.cluster_args import ClusterArgs, require_stage_on_each
+from sgl_pipeline.args.disaggregation_args import DISAGGREGATION_MODES, DisaggregationArgs
 from sgl_pipeline.args.grammar_args import GrammarArgs
 from sgl_pipeline.args.migration_args import MIGRATION_MODES, MIGRATION_WEIGHTS, MigrationArgs
 from sgl_pipeline.args.pipeline_args import SECTIONS, PipelineArgs
@@ -29,6 +30,7 @@ from sgl_pipeline.args.tier_args import HOST_BACKEND, STORAGE_BACKENDS, TierArgs
 __all__ = [
     "ACCOUNTINGS",
     "DEFAULT_LOG_MIB",
+    "DISAGGREGATION_MODES",
     "HOST_BACKEND",
     "KV_CACHE_DTYPES",
     "LOAD_FORMATS",
@@ -41,6 +43,7 @@ __all__ = [
     "STORAGE_BACKENDS",
     "Accounting",
     "ClusterArgs",
+    "DisaggregationArgs",
     "GrammarArgs",
     "MigrationArgs",
     "PipelineArgs",

@@ -29,8 +29,8 @@ class ClusterArgs:
     key_file: str | None = our_flag(
         None,
         "--cluster-key-file",
-        help="With --nnodes, the file of the key that all hosts share; else it is taken from "
-        "SGL_PIPELINE_CLUSTER_KEY.",
+        help="The file of the key that all hosts (--nnodes), and a prefill and a decode server "
+        "(--disaggregation-mode), share; else it is taken from SGL_PIPELINE_CLUSTER_KEY.",
     )
     silence_s: float = our_flag(
         4.0,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from sgl_pipeline.args.checks import require, seconds_from
 from sgl_pipeline.args.cluster_args import ClusterArgs, require_stage_on_each
+from sgl_pipeline.args.disaggregation_args import DisaggregationArgs
 from sgl_pipeline.args.flags import check_flags, our_flag, without_flag
 from sgl_pipeline.args.grammar_args import GrammarArgs
 from sgl_pipeline.args.migration_args import MigrationArgs
@@ -28,6 +29,7 @@ class PipelineArgs:
     grammars: GrammarArgs = field(default_factory=GrammarArgs)
     cluster: ClusterArgs = field(default_factory=ClusterArgs)
     tiers: TierArgs = field(default_factory=TierArgs)
+    disaggregation: DisaggregationArgs = field(default_factory=DisaggregationArgs)
     # Mode 0700; holds the sockets.
     run_directory: str = without_flag("", "the server makes it at the start")
     trace_path: str | None = our_flag(
@@ -89,6 +91,11 @@ class PipelineArgs:
             "--enable-hierarchical-cache keeps pages of the radix cache, and --disable-radix-cache "
             "switches that off; give one of them",
         )
+        require(
+            self.scheduling.radix_cache or not self.disaggregation.is_on,
+            f"--disaggregation-mode {self.disaggregation.mode} hands pages of the radix cache on, "
+            "and --disable-radix-cache switches that off; give one of them",
+        )
         hosts = self.cluster.num_hosts
         require_stage_on_each(self.stages.num_stages, hosts)
         require(
@@ -107,5 +114,6 @@ SECTIONS = (
     RecoveryArgs,
     ClusterArgs,
     TierArgs,
+    DisaggregationArgs,
     PipelineArgs,
 )

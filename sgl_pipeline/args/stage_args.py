@@ -102,6 +102,11 @@ class StageArgs:
         return json.loads(self.generic_spec)["transformers_version"] if self.is_generic else None
 
     @property
+    def kv_dtype(self) -> str:
+        """The dtype of keys and values."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    @property
     def precision(self) -> str:
         """The formats of the computation, and whose code it is where it is not ours; fitted costs
         hold for one of these."""

@@ -9,13 +9,16 @@ import asyncio
 import logging
 import socket
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 from sgl_pipeline.cluster.doors import (
     GREETING_BYTES,
+    MAGIC_BYTES,
     NOBODY_HERE,
     OTHER_KEY,
     OTHER_VERSION,
     hand_over,
+    is_greeting,
     join_address,
     read_greeting,
 )
@@ -42,15 +45,34 @@ KEEP_ALIVE = (
 )
 
 
+# Answers a connection that does not begin as a greeting, given that beginning (`MAGIC_BYTES`);
+# whether it could. The connection is closed afterwards.
+OtherProtocol = Callable[[socket.socket, bytes], Awaitable[bool]]
+
+
 class ClusterPort:
     """Listens from the beginning. `dropped` counts connections that were let go, by reason;
     `last_sender` is the address that the last one of each came from.
 
     Raises ConfigurationError where it cannot listen at `host` and `port`.
+
+    Args:
+        name: of the port, in messages.
+        other: another protocol that this port speaks.
     """
 
-    def __init__(self, host: str, port: int, run_directory: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        run_directory: str,
+        *,
+        name: str = "the cluster port",
+        other: OtherProtocol | None = None,
+    ) -> None:
         self._run_directory = run_directory
+        self._name = name
+        self._other = other
         self._key = greeting_key(run_directory)
         self.dropped: Counter[str] = Counter()
         self.last_sender: dict[str, str] = {}
@@ -66,7 +88,7 @@ class ClusterPort:
         except OSError as error:
             self._listener.close()
             raise ConfigurationError(
-                f"cannot listen on {join_address(host, port)}, the cluster port: "
+                f"cannot listen on {join_address(host, port)}, {self._name}: "
                 f"{error.strerror or error}"
             ) from error
 
@@ -98,7 +120,13 @@ class ClusterPort:
         loop = asyncio.get_running_loop()
         try:
             connection.setblocking(False)
-            data = await asyncio.wait_for(_read_greeting(connection), GREETING_TIMEOUT_S)
+            async with asyncio.timeout(GREETING_TIMEOUT_S):
+                data = await _read(connection, MAGIC_BYTES)
+                if self._other is not None and not is_greeting(data):
+                    if not await self._other(connection, data):
+                        self._drop("no greeting", sender)
+                    return
+                data += await _read(connection, GREETING_BYTES - MAGIC_BYTES)
             name, answer = read_greeting(self._key, data)
             if name is None:
                 self._drop(
@@ -133,8 +161,9 @@ class ClusterPort:
         self._logged_s[reason] = now_s
         hint = HINTS.get(reason, "")
         logger.warning(
-            "dropped a connection of %s to the cluster port (%s; %d so far)%s",
+            "dropped a connection of %s to %s (%s; %d so far)%s",
             sender,
+            self._name,
             reason,
             self.dropped[reason],
             f": {hint}" if hint else "",
@@ -148,10 +177,11 @@ def _is_handed_over(run_directory: str, name: str, connection: socket.socket, se
         return False
 
 
-async def _read_greeting(connection: socket.socket) -> bytes:
+async def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    """Raises EOFError where the connection ends before."""
     loop, data = asyncio.get_running_loop(), b""
-    while len(data) < GREETING_BYTES:
-        more = await loop.sock_recv(connection, GREETING_BYTES - len(data))
+    while len(data) < num_bytes:
+        more = await loop.sock_recv(connection, num_bytes - len(data))
         if not more:
             raise EOFError
         data += more

@@ -17,6 +17,7 @@ from sgl_pipeline.cluster.keys import greeting_key
 
 # The digit is the version of what crosses the port.
 MAGIC = b"sglpipe1"
+MAGIC_BYTES = len(MAGIC)
 _BODY = struct.Struct("<8s64s16s")  # magic, name padded by zeros, a number used once
 _MAC_BYTES = 32
 GREETING_BYTES = _BODY.size + _MAC_BYTES
@@ -25,6 +26,8 @@ DIAL_TIMEOUT_S = 5.0
 # Doors of the head: of its process that knows the agents, and of the scheduler process.
 AGENTS_DOOR = "agents"
 SCHEDULER_DOOR = "scheduler"
+# Of a prefill server's scheduler process, for decode servers.
+ROOMS_DOOR = "rooms"
 
 # Answers.
 PASSED_ON, OTHER_KEY, OTHER_VERSION, NOBODY_HERE = b"+", b"k", b"v", b"?"
@@ -37,6 +40,10 @@ class DialError(Exception):
     def __init__(self, text: str, *, is_final: bool = False) -> None:
         super().__init__(text)
         self.is_final = is_final
+
+
+class DoorClosed(DialError):
+    """The other host is there, and no process is behind the door, or not yet."""
 
 
 def greeting(key: bytes, door: str) -> bytes:
@@ -56,6 +63,12 @@ def read_greeting(key: bytes, data: bytes) -> tuple[str | None, bytes]:
     if not hmac.compare_digest(hmac.digest(key, body, "sha256"), mac):
         return None, OTHER_KEY
     return name.rstrip(b"\0").decode("ascii", "replace"), PASSED_ON
+
+
+def is_greeting(start: bytes) -> bool:
+    """True if a connection that begins with these `MAGIC_BYTES` bytes may go on as a greeting, of
+    this version or another one."""
+    return start[:-1] == MAGIC[:-1]
 
 
 class Door:
@@ -124,11 +137,12 @@ def dial(
     if answer == PASSED_ON:
         return connection
     connection.close()
+    if answer == NOBODY_HERE:
+        raise DoorClosed(f"{address} is starting, and nothing is behind its door {door!r} yet")
     raise DialError(
         {
             OTHER_KEY: f"{address} has another cluster key; give all hosts the same one",
             OTHER_VERSION: f"{address} runs another version of sgl_pipeline; install the same one",
-            NOBODY_HERE: f"{address} is starting, and nothing is behind its door {door!r} yet",
         }.get(answer, f"{address} is not a cluster port of sgl_pipeline; look at the port number"),
         is_final=answer in (OTHER_KEY, OTHER_VERSION),
     )

@@ -25,10 +25,11 @@ _IDENTITY_FILE = "cluster-identity.pem"
 _GREETING_KEY_FILE = "cluster-greeting.key"
 
 
-def read_secret(key_file: str | None) -> bytes:
+def read_secret(key_file: str | None, needed_by: str = "several hosts (--nnodes)") -> bytes:
     """The cluster's secret, from a file, else from the environment.
 
-    Raises ConfigurationError where there is none, or one that is too short.
+    Raises ConfigurationError where there is none, which says who needs it, or one that is too
+    short.
     """
     source = f"--cluster-key-file {key_file}" if key_file else KEY_VARIABLE
     if key_file:
@@ -40,8 +41,8 @@ def read_secret(key_file: str | None) -> bytes:
         secret = os.environ.get(KEY_VARIABLE, "").strip().encode()
         if not secret:
             raise ConfigurationError(
-                "several hosts (--nnodes) need a key that all of them share, in "
-                f"--cluster-key-file or {KEY_VARIABLE}; {MAKE_ONE}"
+                f"{needed_by} need a key that all of them share, in --cluster-key-file or "
+                f"{KEY_VARIABLE}; {MAKE_ONE}"
             )
     if len(secret) < FEWEST_CHARACTERS:
         raise ConfigurationError(

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError
+from sgl_pipeline.managers.disaggregation.room_ends import DecodeEnd, PrefillEnd
 from sgl_pipeline.managers.front.control_requests import ControlReplies
 from sgl_pipeline.managers.front.garbage import collect_at_leisure
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
@@ -20,6 +21,7 @@ from sgl_pipeline.managers.front.sglang_io import (
     AbortRequest,
     ControlRequest,
     Received,
+    RefusedRoom,
     SglangFront,
 )
 from sgl_pipeline.managers.front.tier_requests import TierRequests
@@ -34,7 +36,7 @@ from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.records.recovery_record import RecoveryRecord
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
 from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady, MoveReport
 from sgl_pipeline.wire.stage_messages import (
@@ -68,6 +70,7 @@ class PipelineScheduler:
         store: None where the server has no store and cannot get one.
         poller: watches everything that may send; the sockets of front, stages and operators are
             registered here.
+        rooms: None where requests are not shared with other servers.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class PipelineScheduler:
         reports: Reports,
         store: TierDriver | None,
         poller: zmq.Poller,
+        rooms: PrefillEnd | DecodeEnd | None = None,
     ) -> None:
         self._front = front
+        self._rooms = rooms
         self._core = core
         self._requests = core.scheduler
         self._launcher = launcher
@@ -103,6 +108,7 @@ class PipelineScheduler:
             Request: self._add,
             ConstrainedRequest: self._hold,
             AbortRequest: self._abort_all,
+            RefusedRoom: self._end_refused,
             ControlRequest: self._answer,
         }
         # `StageLauncher.receive` keeps StillLoading and WorkerFailed for itself.
@@ -167,7 +173,7 @@ class PipelineScheduler:
             if error is None:
                 self._take(request)
             else:
-                self._front.refuse(request, error)
+                self._refuse(request, error)
         for worker, report in self._launcher.receive():
             self._hear(worker, report)
         if has_end:
@@ -176,7 +182,12 @@ class PipelineScheduler:
         self._operators.serve(now_s)
         if self._store is not None:
             self._store.serve()
+        self._serve_rooms(now_s)
         self._fill_pipeline(now_s)
+        if self._rooms is not None and self._rooms.has_news:
+            # What the orders have brought about waits for no other message.
+            self._serve_rooms(now_s)
+            self._fill_pipeline(now_s)
         # The stages have their work; everything below can wait.
         self._pass_on_results(now_s)
         for request in self._core.take_unfit():
@@ -205,7 +216,7 @@ class PipelineScheduler:
             if isinstance(message, ConstrainedRequest):
                 message = message.request
             if isinstance(message, Request):
-                self._front.refuse(message, RequestError("internal error; see the log", 500))
+                self._refuse(message, RequestError("internal error; see the log", 500))
 
     def _answer(self, message: ControlRequest) -> None:
         self._desk.answer(message.message, self._now_s)
@@ -214,12 +225,33 @@ class PipelineScheduler:
         for request in message.requests:
             self._abort(request, message.finish)
 
+    def _refuse(self, request: Request, error: RequestError) -> None:
+        self._end_room(request.room, str(error), error.status_code)
+        self._front.refuse(request, error)
+
+    def _end_refused(self, message: RefusedRoom) -> None:
+        self._end_room(message.room, message.text, message.status_code)
+
+    def _end_room(self, room: Room | None, reason: str, status: int) -> None:
+        """A request has ended that was never queued: its other half, if it has one, ends too."""
+        if self._rooms is not None:
+            self._rooms.refused(room, reason, status, self._now_s)
+
+    def _serve_rooms(self, now_s: float) -> None:
+        if self._rooms is not None:
+            for request in self._rooms.serve(now_s):
+                self._front.end(request)
+
     def _add(self, request: Request) -> None:
         try:
+            if self._rooms is not None:
+                self._rooms.check(request)
             displaced = self._requests.add(request)
         except RequestError as error:
-            self._front.refuse(request, error)
+            self._refuse(request, error)
         else:
+            if self._rooms is not None:
+                self._rooms.opened(request, self._now_s)
             if displaced is not None:
                 self._front.end(displaced)
             self._reports.arrived(request)
@@ -232,7 +264,7 @@ class PipelineScheduler:
                 self._requests.check_arrival(request, len(self._grammars))
             is_ready = self._grammars.add(constrained)
         except RequestError as error:
-            self._front.refuse(request, error)
+            self._refuse(request, error)
         else:
             if is_ready:
                 self._add(request)
@@ -241,12 +273,18 @@ class PipelineScheduler:
         for request in self._requests.end_overdue(now_s):
             self._front.end(request)
         for request in self._grammars.take_overdue(now_s):
+            self._end_unqueued(request, WAITED_TOO_LONG)
             self._front.send_finish(request, WAITED_TOO_LONG)
 
     def _abort(self, request: Request, finish: FinishReason) -> None:
         self._grammars.discard(request)
-        self._requests.abort(request.request_id, finish)
+        if self._requests.abort(request.request_id, finish) is None:
+            self._end_unqueued(request, finish)
         self._front.send_finish(request, finish)
+
+    def _end_unqueued(self, request: Request, finish: FinishReason) -> None:
+        """A request has ended while it waited for its grammar."""
+        self._end_room(request.room, finish.message, finish.status_code or 500)
 
     def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""
@@ -352,7 +390,8 @@ class PipelineScheduler:
 
     def _state(self, now_s: float) -> PipelineState:
         tier = None if self._store is None else self._store.state()
-        return self._core.state(now_s, len(self._grammars), self._recovery.records, tier)
+        rooms = None if self._rooms is None else self._rooms.state()
+        return self._core.state(now_s, len(self._grammars), self._recovery.records, tier, rooms)
 
     def shut_down(self) -> None:
         self._is_shut_down = True

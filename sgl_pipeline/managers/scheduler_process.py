@@ -28,9 +28,11 @@ from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_add
 from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.core_start import build_core, recovery_actions, saved_predictor
+from sgl_pipeline.managers.disaggregation.open_rooms import open_rooms
 from sgl_pipeline.managers.front.garbage import postpone_full_collections
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.front.room_fields import RoomFields
 from sgl_pipeline.managers.front.sglang_io import SglangFront
 from sgl_pipeline.managers.front.tier_requests import object_layout
 from sgl_pipeline.managers.grammars.channel import CompilerSetup
@@ -132,7 +134,9 @@ def _serve(
         capacity = launcher.start()
         facts = _log_start(args, capacity)
         core = build_core(args, model.spec, model.limits, capacity, predictor)
-        loads = LoadReport(loads_path(args.run_directory), args.scheduling, capacity)
+        loads = LoadReport(
+            loads_path(args.run_directory), args.scheduling, capacity, args.disaggregation.mode
+        )
         stack.callback(loads.close)
         live = _live_report(args, server_args, context, core.scheduler, facts)
         if live is not None:
@@ -153,9 +157,12 @@ def _serve(
         store = _tier_driver(args, core.scheduler, open_store, opened, poller)
         if store is not None:
             stack.callback(store.close)
+        rooms = open_rooms(args, model.spec, core, launcher.roster, server_args.port, poller)
+        if rooms is not None:
+            stack.callback(rooms.close)
         reports = Reports(facts, args.migration.mode, traces, loads, metrics, live)
         PipelineScheduler(
-            front, core, launcher, recovery, grammars, operators, reports, store, poller
+            front, core, launcher, recovery, grammars, operators, reports, store, poller, rooms
         ).run()
 
 
@@ -242,6 +249,7 @@ def _front(
         model.reasoning,
         context,
         spans,
+        RoomFields(args.disaggregation.mode, args.disaggregation.bootstrap_port),
     )
 
 
@@ -319,6 +327,7 @@ def _open_metrics(
 
     return MetricsReport(
         server_args,
+        engine_type=args.disaggregation.engine_type,
         num_stages=args.stages.num_stages,
         page_size=args.scheduling.page_size,
         num_pages=capacity.num_pages,

@@ -16,7 +16,7 @@ from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
-from sgl_pipeline.pipeline.pipeline_state import PipelineState, StageState, TierState
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, RoomsState, StageState, TierState
 from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
 from sgl_pipeline.pipeline.request_forecast import Forecaster, RequestForecast
 from sgl_pipeline.pipeline.slow_stages import SlowStages
@@ -98,7 +98,7 @@ class PipelineCore:
         abandoned; one that is has left no stage with all its pages. May be called again before
         `start_over`.
         """
-        self.scheduler.tier.interrupt()
+        self.scheduler.tier.lose_stages()
         self.scheduler.forget_in_flight()
         if self.migration.is_switching:
             self.scheduler.lost_pages.lose_all(now_s)
@@ -347,9 +347,11 @@ class PipelineCore:
         compiling_requests: int = 0,
         recoveries: Sequence[RecoveryRecord] = (),
         tier: TierState | None = None,
+        rooms: RoomsState | None = None,
     ) -> PipelineState:
         """A snapshot; `compiling_requests` counts the requests that the driver holds back for now,
-        `recoveries` come from its `StageRecovery`, `tier` from its store."""
+        `recoveries` come from its `StageRecovery`, `tier` from its store, `rooms` from its end of
+        the streams to other servers."""
         scheduler, history = self.scheduler, self.history
         log = scheduler.lost_pages.log
         slowdowns = dict(enumerate(self.slow_stages.slowdowns))
@@ -390,4 +392,5 @@ class PipelineCore:
             throttle=None if self.throttle is None else self.throttle.state(),
             recoveries=tuple(map(copy, recoveries)),
             tier=tier,
+            rooms=rooms,
         )

@@ -4,6 +4,8 @@ line are written.
 It is made about ten times a second, between steps. No field needs a look at each waiting request.
 """
 
+from typing import Literal
+
 import msgspec
 
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
@@ -61,6 +63,34 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     save_s: float = 0.0
 
 
+class RoomsState(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that this server shares with `num_peers` connected others: on a "prefill" server
+    those whose prompts it computes for them, on a "decode" server those whose prompts it gets.
+
+    `bootstrap_requests` have no prompt that can be read: on a prefill server no decode server has
+    asked for them, on a decode server the prompt is being computed. `transfer_requests` have one
+    that is being read, or waits for room. On a prefill server `held_pages` are held for transfer,
+    on a decode server `promised_pages` are being filled. All else is since the start: rooms that
+    ended well after a sum of `transfer_s`, and that failed before or while their prompts were
+    read; of these `computed_here`; pages, bytes and busy seconds of all stages that loaded them.
+    """
+
+    mode: Literal["prefill", "decode"]
+    num_peers: int
+    bootstrap_requests: int
+    transfer_requests: int
+    held_pages: int = 0
+    promised_pages: int = 0
+    transferred: int = 0
+    transfer_s: float = 0.0
+    bootstrap_failed: int = 0
+    transfer_failed: int = 0
+    computed_here: int = 0
+    loaded_pages: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+
+
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     """One moment, `now_s` on the driver's monotonic clock. The stages of `plan` serve; the server
     was started with `configured_stages`.
@@ -76,7 +106,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     included. `replayed_tokens` counts the tokens that each stage alone has computed again since the
     start; it is empty without a recovery log, which has room for `log_pages`. `throttle` has the
     knobs of the policy, if they can be changed. `tier` is None where the server has no store and
-    cannot get one.
+    cannot get one, `rooms` where it does not share requests with other servers.
     """
 
     now_s: float
@@ -104,6 +134,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: tuple[RecoveryRecord, ...] = ()
     throttle: ThrottleState | None = None
     tier: TierState | None = None
+    rooms: RoomsState | None = None
 
     @property
     def current_move(self) -> MoveRecord | None:

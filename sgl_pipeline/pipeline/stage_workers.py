@@ -36,6 +36,10 @@ class StageWorkers:
         """The worker that fills `stage`, if one does."""
         return next((n for n, one in self._workers.items() if one.filled_stage == stage), None)
 
+    def host_address(self, number: int) -> str:
+        """The cluster port of a worker's host; empty where there is one host."""
+        return self._workers[number].hello.host_address
+
     def worker_stage(self, number: int) -> int | None:
         """The stage that a worker fills, if it fills one."""
         worker = self._workers.get(number)

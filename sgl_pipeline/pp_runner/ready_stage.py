@@ -36,7 +36,13 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, UseStore
+from sgl_pipeline.wire.store_orders import (
+    LoadPages,
+    OfferPages,
+    SavePages,
+    UseStore,
+    WithdrawPages,
+)
 
 # A GPU that has a step to run and one to follow never waits for the host. A third step that the
 # host launched would wait in FlashInfer's plan for the first of them.
@@ -88,6 +94,8 @@ class ReadyStage:
             UseStore: transfers.obey,
             SavePages: transfers.obey,
             LoadPages: transfers.obey,
+            OfferPages: transfers.obey_offer,
+            WithdrawPages: transfers.obey_offer,
         }
         self._on_message: dict[type, Callable[[Any], None]] = {
             Regroup: self._interrupting(regroup),
@@ -127,7 +135,7 @@ class ReadyStage:
         handler(order)
 
     def _interrupting(self, obey: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`obey`, before which all transfers of pages are forgotten."""
+        """`obey`, before which all transfers of pages and all offers are forgotten."""
 
         def interrupt_and_obey(order: object) -> None:
             self._transfers.cancel()

@@ -27,6 +27,7 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
+from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite
 from sgl_pipeline.pp_runner.ready_stage import ReadyStage
 from sgl_pipeline.pp_runner.stage_loading import LoadedStage, load_stage
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
@@ -50,6 +51,7 @@ from sgl_pipeline.wire.stage_messages import (
     ToWorker,
     WorkerFailed,
 )
+from sgl_pipeline.wire.store_orders import offer_door
 
 Message = TypeVar("Message", bound=ToWorker)
 
@@ -104,7 +106,8 @@ class StageWorker:
             self._leave.listen()
         runner = self._become_ready(assignment, stage, pool.num_pages)
         mover = self._open_mover(assignment, runner)
-        transfers = open_transfers(runner, mover)
+        site = PeerSite(self._site.run_directory, offer_door(self._worker))
+        transfers = open_transfers(runner, mover, site)
         profile = StageProfile(assignment.stage, assignment.args.device == "cuda")
         try:
             return self.serve(runner, mover, transfers, profile)
@@ -236,13 +239,16 @@ class StageWorker:
         return message
 
 
-def open_transfers(runner: StageRunner, mover: LayerMover[torch.Tensor]) -> PageTransfers:
-    """The transfers between the pool of a stage and a store."""
+def open_transfers(
+    runner: StageRunner, mover: LayerMover[torch.Tensor], site: PeerSite
+) -> PageTransfers:
+    """The transfers between the pool of a stage and a store or peers, which reach it at `site`."""
     return PageTransfers(
         runner.stage,
         runner.held_layers.kv_pool,
         plan=lambda: mover.plan,
         may_start=lambda: not mover.awaits_pages,
+        site=site,
     )
 
 

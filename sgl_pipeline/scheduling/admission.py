@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.held_pages import HeldPages
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.prefill_room import PrefillRoom
 from sgl_pipeline.scheduling.request_pages import RequestPages
@@ -28,6 +29,7 @@ class Admission:
         max_running_requests: int,
         preemption_threshold: int | None = None,
         on_admitted: Callable[[Request], None] = lambda request: None,
+        held: HeldPages | None = None,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -36,6 +38,7 @@ class Admission:
         self._max_running_requests = max_running_requests
         self._preemption_threshold = preemption_threshold
         self._on_admitted = on_admitted
+        self._held = held
         # Of all requests admitted so far, each counted once.
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -100,7 +103,7 @@ class Admission:
         this changes both.
         """
         threshold = self._preemption_threshold
-        if threshold is None:
+        if threshold is None or self._must_wait_for_readers:
             return
         head = self._waiting.head()
         while head is not None and not self._could_admit(head):
@@ -108,6 +111,10 @@ class Admission:
             if victim is None or victim.order[0] - head.order[0] <= threshold:
                 return
             self._preemption.retract(victim)
+
+    @property
+    def _must_wait_for_readers(self) -> bool:
+        return self._held is not None and self._held.is_full
 
     def _could_admit(self, head: Request) -> bool:
         num_running = len(self._running)
@@ -123,6 +130,8 @@ class Admission:
         """
         if len(self._running) >= self._max_running_requests:
             return None
+        if self._must_wait_for_readers:
+            return None
         request = self._waiting.head()
         if request is None:
             return None
@@ -133,10 +142,12 @@ class Admission:
         self._running.admit(request)
         request.state = RequestState.RUNNING
         if request.num_retractions == 0:
-            request.cached_tokens = request.num_computed
+            request.cached_tokens = num_cached = request.num_computed
+            if request.peer_cached_tokens is not None:
+                request.cached_tokens = request.peer_cached_tokens
             # What was loaded for it may have been evicted since.
             request.loaded_tokens = min(request.loaded_tokens, request.cached_tokens)
             self.num_prompt_tokens += len(request.prompt_ids)
-            self.num_cached_tokens += request.cached_tokens
+            self.num_cached_tokens += num_cached
         self._on_admitted(request)
         return request

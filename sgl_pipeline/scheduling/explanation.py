@@ -25,6 +25,7 @@ Rule = Literal[
     "order",
     "running-limit",
     "pages",
+    "held-pages",
     "budget",
     "turn",
 ]
@@ -35,9 +36,11 @@ class Explanation:
     """The condition that one request waits for.
 
     `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
-    (`pause`), its prefix is looked up in the store or loaded from there (`loading`), another
+    (`pause`), its prefix is looked up in the store or loaded from there, or computed by another
+    server and loaded from that one (`loading`), another
     request prefills its prefix (`shared-prefix`), others come first (`order`), the maximum number
-    of requests runs (`running-limit`), its prefill does not fit (`pages`), the prefill budget is
+    of requests runs (`running-limit`), its prefill does not fit (`pages`), other servers have to
+    read what was computed for them (`held-pages`), the prefill budget is
     used up (`budget`), other decodes have been ready for longer (`turn`).
 
     `behind` is the request that it waits for: the next before it in the queue, or the one that
@@ -107,6 +110,8 @@ class RequestExplainer:
         )
 
     def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
+        if (progress := self._tier.arrivals.progress(request)) is not None:
+            return _explanation(request, "loading", progress)
         if self._waiting.is_held(request):
             text = "the store is asked how much of its prefix it has"
             return _explanation(request, "loading", text)
@@ -123,15 +128,17 @@ class RequestExplainer:
             behind = None if claimant is None else claimant.request_id
             text = f"request {behind} is computing {awaited.end} tokens that this one needs too"
             return _explanation(request, "shared-prefix", text, behind)
-        # Requests that wait for a prefix keep their place in the order and hold no other back.
         ahead = [
-            other
-            for other in self._waiting.ahead_of(request)
-            if self._waiting.awaited_node(other) is None
+            other for other in self._waiting.ahead_of(request) if not self._is_passed_over(other)
         ]
         if ahead:
             return _behind(request, ahead)
         return self._first_in_queue(request, budget)
+
+    def _is_passed_over(self, request: Request) -> bool:
+        """True if it waits for its prefix: it keeps its place in the order and holds no other
+        back."""
+        return self._waiting.is_held(request) or self._waiting.awaited_node(request) is not None
 
     def _first_in_queue(self, request: Request, budget: TokenBudget) -> Explanation:
         num_running = len(self._running)
@@ -139,12 +146,21 @@ class RequestExplainer:
         if budget.prefill_tokens > 0 and num_running >= self._args.max_running_requests:
             text = f"{num_running} requests run, the limit is --max-running-requests"
             return _explanation(request, "running-limit", text)
+        held = self._tier.held
+        if budget.prefill_tokens > 0 and held.is_full:
+            text = (
+                f"{held.num_pages} pages are held for transfer to other servers, no request is "
+                f"admitted while more than {held.most_pages} are"
+            )
+            return _explanation(request, "held-pages", text)
         if budget.prefill_tokens > 0 and not self._pages.fits(request, path, num_running):
             text = (
                 f"its prefill needs {self._pages.missing_pages(request, path)} pages; "
                 f"{self._pages.num_available} are free or evictable, of which a page is kept for "
                 f"each of {num_running} running requests"
             )
+            if held.num_pages:
+                text += f"; {held.num_pages} are held for transfer to other servers"
             return _explanation(request, "pages", text)
         text = (
             f"it is first in the queue; a step may prefill {budget.prefill_text}, running prefills "
@@ -160,7 +176,7 @@ class RequestExplainer:
         explained: list[tuple[Request, Explanation]] = []
         before: list[Request] = []
         for request in self._waiting.first(num_requests):
-            if self._waiting.awaited_node(request) is not None:
+            if self._is_passed_over(request):
                 explanation = self.explain(request, budget, is_paused=is_paused)
             else:
                 if before and not is_paused and not request.steps_in_flight:

@@ -1,7 +1,9 @@
-"""Pages that outlive the pool: what is saved to a store, and what comes back before it is needed.
+"""Pages that outlive the pool, or cross to another server's: what is saved to a store, what comes
+back before it is needed, and the prompts that one server computes for another.
 
-The face of `page_wishes.py`, `page_loads.py` and `page_saves.py` to `PipelineCore`. Off until
-`use`: then it costs nothing. Transfers are ordered in the stream of orders, and only while no layer
+The face of `page_wishes.py`, `page_loads.py`, `page_saves.py`, `held_pages.py` and
+`arrivals_from_peers.py` to `PipelineCore`. Off until `use`, `compute_for_peers` or `read_peers`:
+then it costs nothing. Transfers are ordered in the stream of orders, and only while no layer
 moves and no stage is taken over: whatever interrupts them cancels them all here at once, and
 `UseStore`, the next order, in the stages. So a page that is taken back is never given out before
 the order that ends its transfer. Pure.
@@ -13,6 +15,8 @@ from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.arrivals_from_peers import ArrivalsFromPeers
+from sgl_pipeline.scheduling.held_pages import HeldPages
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
 from sgl_pipeline.scheduling.page_run import PageRun
 from sgl_pipeline.scheduling.page_saves import PageSaves
@@ -29,7 +33,9 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.wire.store_orders import (
+    OfferOrder,
     PagesLoaded,
+    PeerPlace,
     SavePages,
     StoreOrder,
     StorePlace,
@@ -41,13 +47,14 @@ from sgl_pipeline.wire.store_orders import (
 # store that hangs must not keep any.
 STARVED_S = 1.0
 REST_S = 10.0
+_NOTHING = UseStore(None)
 
 
 class KvTier:
     """The store of one `StepScheduler`, whose parts these are.
 
-    A driver takes `commits` and `broken` (hashes of pages whose records are worthless) and empties
-    them.
+    A driver takes `commits`, `broken` (hashes of pages whose records are worthless) and
+    `ended_rooms` (requests with a room that have ended) and empties them.
     """
 
     def __init__(
@@ -63,10 +70,13 @@ class KvTier:
         self.counts = TierCounts()
         self.commits: list[PageRecord] = []
         self.broken: list[bytes] = []
+        self.ended_rooms: list[Request] = []
         self.rules = TierRules()
         self._storage, self._pages, self._waiting = storage, pages, waiting
         self._running, self._log = running, log
         self.wishes = PageWishes(storage, waiting, self.counts)
+        self.held = HeldPages(storage, pages)
+        self.arrivals = ArrivalsFromPeers(storage, waiting, running, self.wishes)
         self.loads = PageLoads(
             tree,
             demand,
@@ -77,11 +87,13 @@ class KvTier:
             self._on_loaded,
             self.broken,
             self.wishes,
+            self.arrivals,
         )
         self.saves = PageSaves(storage, tree.page_size, self.counts, self.commits)
         self._place: StorePlace | None = None
+        self._peers: tuple[PeerPlace, ...] = ()
         # What the stages use after the orders so far, and whether they must hear of it anew.
-        self._stages_use: StorePlace | None = None
+        self._stages_use = _NOTHING
         self._is_stale = False
         self._next_transfer = 0
         self._first_transfer = 0  # reports of earlier ones are late
@@ -105,25 +117,50 @@ class KvTier:
         self._rests_until_s = float("-inf")
         self._place, self.rules = place, rules
         self.saves.begin(rules.write_policy)
-        is_on = place is not None
+        self._storage.watch = self if place is not None else None
+        self._listen()
+
+    def compute_for_peers(self, digest: str, most_share: float) -> None:
+        """Holds the prompts of requests with a room for other servers, as `HeldPages.begin`."""
+        self.held.begin(digest, most_share)
+
+    def read_peers(self, reserved_tokens: int) -> None:
+        """Holds requests with a room until their prompts are here, as `ArrivalsFromPeers.begin`."""
+        self.arrivals.begin(reserved_tokens)
+        self._listen()
+
+    def use_peers(self, peers: tuple[PeerPlace, ...]) -> None:
+        """Loads from `peers` from the next order on, and from no others."""
+        if peers != self._peers:
+            self._peers = peers
+            self.interrupt()
+
+    def _listen(self) -> None:
+        is_on = self.is_on or self.arrivals.is_on
         self._storage.spares_wanted = is_on
-        self._storage.watch = self if is_on else None
         self._waiting.on_add = self._on_queued if is_on else None
 
     def interrupt(self) -> None:
-        """Cancels all transfers. Requests that wait for one are looked up again."""
+        """Cancels all transfers and offers. Requests that wait for a load are looked up again, and
+        what is still held is offered again."""
         requests = self.wishes.cancel() + self.loads.cancel()
         self.saves.cancel()
+        self.held.forget_offers()
         self._first_transfer = self._next_transfer
         self._is_stale = True
         self._starves_since_s = None
-        if self.is_on:
-            for request in requests:
-                self._on_queued(request)
+        for request in requests:
+            self._on_queued(request)
+
+    def lose_stages(self) -> None:
+        """As `interrupt`; what is held is lost with a stage."""
+        self.held.lose_all()
+        self.interrupt()
 
     def stages_begin_anew(self) -> None:
-        """The stages use no store: a new stream of orders begins."""
-        self._stages_use, self._is_stale = None, False
+        """The stages use no store and have no offers: a new stream of orders begins."""
+        self._stages_use, self._is_stale = _NOTHING, False
+        self.held.has_offers = False
 
     # Orders, reports
 
@@ -133,7 +170,7 @@ class KvTier:
         times: StepTimes | None,
         *,
         may_transfer: bool,
-    ) -> Iterator[StoreOrder]:
+    ) -> Iterator[StoreOrder | OfferOrder]:
         """Orders that precede the next step.
 
         Args:
@@ -142,27 +179,36 @@ class KvTier:
         """
         self._now_s = now_s
         self._rest_if_starved(now_s)
-        place = self._place if may_transfer and now_s >= self._rests_until_s else None
-        if place != self._stages_use:
-            # Where the stages use none, nothing is on its way, and lookups go on.
-            if self._stages_use is not None and not self._is_stale:
+        wanted = _NOTHING
+        if may_transfer and now_s >= self._rests_until_s:
+            wanted = UseStore(self._place, self._peers)
+        must_forget = self.held.has_offers and not may_transfer
+        if wanted != self._stages_use or must_forget:
+            # Where the stages use none and offer nothing, nothing is lost, and lookups go on.
+            has_any = self._stages_use != _NOTHING or self.held.has_offers
+            if has_any and not self._is_stale:
                 self.interrupt()
             self._is_stale = True
-        if self._is_stale and (place is not None or self._stages_use is not None):
-            self._stages_use = place
-            yield UseStore(place)
+        if self._is_stale and (
+            wanted != _NOTHING or self._stages_use != _NOTHING or self.held.has_offers
+        ):
+            self._stages_use = wanted
+            self.held.has_offers = False
+            yield wanted
         self._is_stale = False
-        if not self.is_on:
+        if may_transfer:
+            yield from self.held.next_orders()
+        if self.is_on:
+            self.wishes.give_up_late(now_s, self.rules)
+            self.loads.give_up_late(now_s, self.rules)
+        if wanted == _NOTHING:
             return
-        self.wishes.give_up_late(now_s, self.rules)
-        self.loads.give_up_late(now_s, self.rules)
-        if place is None:
-            return
-        owed = set() if self._log is None or not self._log.owes else self._log.all_owed()
+        owed = self._owed()
         yield from self.loads.next_orders(
             now_s, self.rules, times, len(self._running), owed, self._transfer
         )
-        yield from self._save_orders(owed)
+        if self.is_on:
+            yield from self._save_orders(owed)
 
     def take(self, report: StoreReport, plan: StagePlan) -> None:
         """Applies a stage's report; that of a cancelled transfer has no effect. Raises
@@ -213,8 +259,18 @@ class KvTier:
 
     def on_hit(self, request: Request) -> None:
         """A request has been admitted, and uses what is cached of its prefix."""
+        self.arrivals.left(request)
         if self.is_on:
             self.saves.hit(self._pages.hit_of(request), self.rules.write_policy)
+
+    def on_room_ended(self, request: Request, end: RadixNode | None) -> None:
+        """A request with a room has ended; `end` is the end of what is cached of it, where it ran.
+        A prompt that was computed is held from now on, before its pages could be evicted."""
+        assert request.room is not None and request.finish is not None
+        self.arrivals.left(request)
+        if self.held.is_on and end is not None and request.finish.kind != "abort":
+            self.held.hold(request.room.number, end, self._owed())
+        self.ended_rooms.append(request)
 
     def waiting_tokens(self) -> tuple[int, int, int]:
         """Prompt tokens of waiting requests: cached or computed for another request, to load, to
@@ -245,12 +301,19 @@ class KvTier:
             self._rests_until_s = now_s + REST_S
 
     def _on_queued(self, request: Request) -> None:
+        if self.arrivals.queued(request) or not self.is_on:
+            return
         self.wishes.queued(request, self.rules, max(self._now_s, request.arrival_s))
 
-    def _on_loaded(self, end: RadixNode, pages: list[int]) -> None:
-        self.saves.loaded(end, len(pages))
+    def _on_loaded(self, load: PageLoad, end: RadixNode, pages: list[int]) -> None:
+        if not load.source:
+            self.saves.loaded(end, len(pages))
         if self._log is not None:
             self._log.fill(pages)
+
+    def _owed(self) -> set[int]:
+        """Pages that some stage must compute again before anything reads them."""
+        return set() if self._log is None or not self._log.owes else self._log.all_owed()
 
     def _transfer(self) -> int:
         self._next_transfer += 1

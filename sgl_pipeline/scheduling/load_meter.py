@@ -5,7 +5,7 @@ It looks at individual requests only while they are being prefilled, and changes
 
 from sgl_pipeline.args import Accounting
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
-from sgl_pipeline.scheduling.page_loads import PageLoads
+from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
@@ -24,14 +24,14 @@ class LoadMeter:
         pages: RequestPages,
         in_flight: StepsInFlight,
         decode_reserve: DecodeReserve,
-        loads: PageLoads,
+        tier: KvTier,
     ) -> None:
         self._waiting = waiting
         self._running = running
         self._pages = pages
         self._in_flight = in_flight
         self._decode_reserve = decode_reserve
-        self._loads = loads
+        self._tier = tier
 
     def read(
         self, accounting: Accounting, total_pages: int, step_times: StepTimes | None, now_s: float
@@ -48,12 +48,15 @@ class LoadMeter:
             step_id=self._in_flight.next_id,
             pipeline_depth=self._in_flight.limit,
             waiting_tokens=self._waiting.tokens_to_compute(accounting) + unscheduled,
-            loading_tokens=self._loads.loading_tokens,
+            loading_tokens=self._tier.loads.loading_tokens,
             prompts=len(self._waiting) + len(running.prefilling),
             running_decodes=len(running.decoding),
             ready_decodes=len(running.ready),
             free_pages=pages.num_available if accounting.evictable else pages.num_free,
-            reserved_pages=self._decode_reserve.pages(running.remaining_output_tokens),
+            # Requests whose prompt is on its way, or has come, begin to grow at once.
+            reserved_pages=self._decode_reserve.pages(
+                running.remaining_output_tokens + self._tier.arrivals.promised_output_tokens
+            ),
             total_pages=total_pages,
             steps_in_flight=len(self._in_flight),
             waiting_attended_tokens=self._waiting.attended_to_compute(accounting)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.arrivals_from_peers import ArrivalsFromPeers
 from sgl_pipeline.scheduling.load_pace import LoadPace
 from sgl_pipeline.scheduling.page_wishes import PageWishes, Wish
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
@@ -38,6 +39,7 @@ class PageLoad:
     tokens: list[int]
     pages: list[int]
     records: Sequence[PageRecord]
+    source: str = ""  # the peer that they come from
     parked_s: float | None = None
     is_claimed: bool = True
     reports: dict[int, PagesLoaded] = field(default_factory=dict)
@@ -52,7 +54,8 @@ class PageLoads:
     """All that is on its way.
 
     Args:
-        on_loaded: gets pages that have just been cached, and the end of their prefix.
+        on_loaded: gets a load whose good pages have just been cached, the end of their prefix, and
+            these pages.
         broken: gets the hashes of pages whose objects are missing or altered.
     """
 
@@ -64,14 +67,15 @@ class PageLoads:
         pages: RequestPages,
         waiting: WaitingQueue,
         counts: TierCounts,
-        on_loaded: Callable[[RadixNode, list[int]], None],
+        on_loaded: Callable[[PageLoad, RadixNode, list[int]], None],
         broken: list[bytes],
         wishes: PageWishes,
+        arrivals: ArrivalsFromPeers,
     ) -> None:
         self._tree, self._demand, self._storage = tree, demand, storage
         self._pages, self._waiting, self._counts = pages, waiting, counts
         self._on_loaded, self._broken = on_loaded, broken
-        self._wishes = wishes
+        self._wishes, self._arrivals = wishes, arrivals
         self._loads: dict[int, PageLoad] = {}
         # Pages that were loaded for requests that waited then.
         self._awaited: dict[Request, int] = {}
@@ -86,8 +90,11 @@ class PageLoads:
                 "before or was never sent"
             )
         load.reports[report.stage] = report
-        self._counts.loaded_bytes += report.num_bytes
-        self._counts.load_s += report.busy_s
+        counts = self._arrivals.counts if load.source else self._counts
+        counts.loaded_bytes += report.num_bytes
+        counts.load_s += report.busy_s
+        if load.source and report.message:
+            self._arrivals.counts.last_message = report.message
         if len(load.reports) == num_stages:
             del self._loads[report.transfer]
             self._end(load)
@@ -104,7 +111,9 @@ class PageLoads:
         next_transfer: Callable[[], int],
     ) -> Iterator[LoadPages]:
         """Starts loads in the order of the queue, as far as there is room for all that was loaded
-        for requests that still wait, too: a load must not evict another one's pages.
+        for requests that still wait, too: a load must not evict another one's pages. Loads from
+        peers are whole, leave what running requests are expected to need, and come after requests
+        that were retracted.
 
         Args:
             num_reserved: available pages that are reserved.
@@ -117,7 +126,7 @@ class PageLoads:
         spare = self._pages.num_available - num_reserved - awaited
         room = min(spare, most - awaited - self.loading_pages)
         blocked: list[Wish] = []
-        while room > 0 and (wish := self._wishes.pop_found()) is not None:
+        while spare > 0 and (wish := self._wishes.pop_found()) is not None:
             path = self._waiting.path_of(wish.request)
             match = self._storage.match(path)
             if self._demand.claimed_node(path) is not None:
@@ -127,21 +136,30 @@ class PageLoads:
             if match.end < wish.start:
                 self._wishes.ask_again(wish)  # evicted since: more is missing than was asked for
                 continue
-            if min(len(wish.lacking(match, self._pages.page_size)), most) > room:
+            num_lacking = len(wish.lacking(match, self._pages.page_size))
+            if wish.source:
+                has_room = self._has_room_for_prompt(wish, path, match, awaited)
+            else:
+                has_room = min(num_lacking, most) <= room
+            if num_lacking and not has_room:
                 # It could not be admitted now, nor could those behind it before it.
                 blocked.append(wish)
                 break
-            load = None
-            if owed and not owed.isdisjoint(self._storage.pages_of(match)):
-                lacking = wish.lacking(match, self._pages.page_size)
-                self._counts.miss("owed", len(lacking) * self._pages.page_size)
+            is_owed = bool(owed) and not owed.isdisjoint(self._storage.pages_of(match))
+            if wish.source:
+                load = self._start_from_peer(wish, match, is_owed=is_owed)
             else:
-                load = self._start(wish, path, rules, times, room)
-            self._waiting.let_go(wish.request)
+                load = None
+                if is_owed:
+                    self._counts.miss("owed", num_lacking * self._pages.page_size)
+                else:
+                    load = self._start(wish, path, rules, times, max(0, room))
+                self._waiting.let_go(wish.request)
             if load is None:
                 continue
             load.transfer = next_transfer()
             self._loads[load.transfer] = load
+            spare -= len(load.pages)
             room -= len(load.pages)
             yield _order_of(load)
         for wish in blocked:
@@ -150,7 +168,7 @@ class PageLoads:
     def give_up_late(self, now_s: float, rules: TierRules) -> None:
         """Requests that are parked for a load for too long compute what has not come."""
         for load in self._loads.values():
-            if load.is_claimed:
+            if load.is_claimed and not load.source:
                 self._give_up_if_late(load, now_s, rules.patience_s(load.num_tokens))
 
     def _give_up_if_late(self, load: PageLoad, now_s: float, patience_s: float) -> None:
@@ -167,7 +185,8 @@ class PageLoads:
         requests = [load.request for load in self._loads.values()]
         self._awaited.clear()
         for load in self._loads.values():
-            self._counts.miss("dropped", load.num_tokens)
+            if not load.source:
+                self._counts.miss("dropped", load.num_tokens)
             if load.is_claimed:
                 self._demand.unclaim(load.path)
             self._pages.take_back(load.match, load.pages)
@@ -185,6 +204,17 @@ class PageLoads:
     def loading_pages(self) -> int:
         """Pages on their way."""
         return sum(len(load.pages) for load in self._loads.values())
+
+    @property
+    def promised_pages(self) -> int:
+        """Pages on their way from peers."""
+        return sum(len(load.pages) for load in self._loads.values() if load.source)
+
+    @property
+    def has_orphans(self) -> bool:
+        """True if pages come from a peer for a request that is not held for them any more."""
+        loads = self._loads.values()
+        return any(load.source and not self._arrivals.holds(load.request) for load in loads)
 
     @property
     def loading_tokens(self) -> int:
@@ -222,7 +252,7 @@ class PageLoads:
         room: int,
     ) -> PageLoad | None:
         """Begins the load of what `wish` lacks, if it is worth it."""
-        size, request = self._pages.page_size, wish.request
+        size = self._pages.page_size
         match = self._storage.match(path)
         records = wish.lacking(match, size)
         self._counts.miss("device_covered", (len(wish.records) - len(records)) * size)
@@ -239,11 +269,47 @@ class PageLoads:
         if num_pages * size < rules.least_tokens:
             self._counts.miss("device_capacity", num_pages * size)
             return None
-        tokens = request.tokens(0, match.end + num_pages * size)
+        return self._claim(wish, match, records[:num_pages])
+
+    def _claim(self, wish: Wish, match: RadixNode, records: Sequence[PageRecord]) -> PageLoad:
+        """Begins the load of `records`, which follow `match`; there is room for them."""
+        request, num_pages = wish.request, len(records)
+        tokens = request.tokens(0, match.end + num_pages * self._pages.page_size)
         pages = self._pages.lend(match, num_pages)
         end = self._tree.walk(match, tokens, request.cache_namespace)[-1]
         self._demand.claim_for_load(end)
-        return PageLoad(-1, request, match, end, tokens, pages, records[:num_pages])
+        return PageLoad(-1, request, match, end, tokens, pages, records, wish.source)
+
+    # Of prompts that other servers have computed
+
+    def _has_room_for_prompt(
+        self, wish: Wish, path: RadixNode, match: RadixNode, awaited: int
+    ) -> bool:
+        """True if the request of `wish` could run at once with all that it lacks behind `match`."""
+        head = self._waiting.head()
+        if head is not None and head.num_retractions and head.order < wish.request.order:
+            return False
+        self._storage.lock(match)
+        num_available = self._pages.num_available - awaited
+        self._storage.unlock(match)
+        num_missing = self._pages.missing_pages(wish.request, path)
+        return num_missing <= self._arrivals.room_beside(num_available)
+
+    def _start_from_peer(self, wish: Wish, match: RadixNode, *, is_owed: bool) -> PageLoad | None:
+        """Begins the load of all that `wish` lacks, if that is anything.
+
+        Args:
+            is_owed: the pages of `match` may be forgotten at any time.
+        """
+        records = wish.lacking(match, self._pages.page_size)
+        if is_owed:
+            self._arrivals.cannot_load(wish.request)
+            return None
+        if not records:
+            self._arrivals.covered(wish.request)
+            return None
+        self._arrivals.load_begins(wish.request)
+        return self._claim(wish, match, records)
 
     def _has_parked(self, load: PageLoad) -> bool:
         node = load.path
@@ -257,6 +323,26 @@ class PageLoads:
         """All stages have reported: caches the pages that all of them have."""
         size = self._pages.page_size
         num_pages = min(report.num_pages for report in load.reports.values())
+        num_tokens = num_pages * size
+        if not load.source:
+            self._note_store_load(load, num_pages)
+        good, rest = load.pages[:num_pages], load.pages[num_pages:]
+        tokens = load.tokens[: load.match.end + num_tokens]
+        end = self._pages.cache_loaded(load.match, tokens, good, rest, load.request.cache_namespace)
+        self._on_loaded(load, end, good)
+        if load.is_claimed:
+            self._demand.unclaim(load.path)
+        if load.request in self._waiting:
+            # Those of its earlier loads are still awaited.
+            self._awaited[load.request] = self._awaited.get(load.request, 0) + num_pages
+            if not load.source and not load.request.num_retractions:
+                load.request.loaded_tokens += num_tokens
+        if load.source:
+            self._arrivals.load_ended(load.request, num_pages)
+
+    def _note_store_load(self, load: PageLoad, num_pages: int) -> None:
+        """The store has brought the first `num_pages` pages of `load`."""
+        size = self._pages.page_size
         for report in load.reports.values():
             if report.is_broken and report.num_pages < len(load.records):
                 self._broken.append(load.records[report.num_pages].page_hash)
@@ -264,19 +350,8 @@ class PageLoads:
         if num_pages:
             slowest_s = max(report.busy_s for report in load.reports.values())
             self._pace.measured(num_pages, slowest_s)
-        num_tokens = num_pages * size
-        good, rest = load.pages[:num_pages], load.pages[num_pages:]
-        self._counts.loaded_tokens += num_tokens
-        self._counts.miss("storage_transfer", load.num_tokens - num_tokens)
-        tokens = load.tokens[: load.match.end + num_tokens]
-        end = self._pages.cache_loaded(load.match, tokens, good, rest, load.request.cache_namespace)
-        self._on_loaded(end, good)
-        if load.is_claimed:
-            self._demand.unclaim(load.path)
-        if load.request in self._waiting:
-            self._awaited[load.request] = num_pages
-            if not load.request.num_retractions:
-                load.request.loaded_tokens += num_tokens
+        self._counts.loaded_tokens += num_pages * size
+        self._counts.miss("storage_transfer", load.num_tokens - num_pages * size)
 
 
 def _order_of(load: PageLoad) -> LoadPages:
@@ -285,5 +360,15 @@ def _order_of(load: PageLoad) -> LoadPages:
         array(INT32, load.pages).tobytes(),
         b"".join(record.page_hash for record in load.records),
         b"".join(record.checksums for record in load.records),
-        tuple(record.cuts for record in load.records),
+        () if load.source else tuple(record.cuts for record in load.records),
+        load.source,
+        _offer_of(load),
     )
+
+
+def _offer_of(load: PageLoad) -> int:
+    """The number of the peer's offer; 0 where a store has the pages."""
+    if not load.source:
+        return 0
+    assert load.request.room is not None
+    return load.request.room.number

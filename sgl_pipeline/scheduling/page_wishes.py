@@ -31,12 +31,15 @@ class Lookup:
 @dataclass(slots=True, eq=False)
 class Wish:
     """A waiting request whose prefix may be in the store, behind its first `start` tokens.
-    `records` are of the pages that were found there."""
+    `records` are of the pages that were found there, or that the peer `source` has.
+    `is_dropped`: they are not wanted any more."""
 
     request: Request
     held_s: float
     start: int = 0
     records: Sequence[PageRecord] = ()
+    source: str = ""
+    is_dropped: bool = False
 
     def __lt__(self, other: "Wish") -> bool:
         return self.request.order < other.request.order
@@ -118,12 +121,12 @@ class PageWishes:
         """The found wish of the request that is served first, which is the caller's now."""
         while self._found:
             wish = heapq.heappop(self._found)
-            if wish.request in self._waiting:
+            if wish.request in self._waiting and not wish.is_dropped:
                 return wish
         return None
 
     def put_back(self, wish: Wish) -> None:
-        """Returns a wish from `pop_found` that cannot be loaded yet."""
+        """Enters a found wish: one from `pop_found` that cannot be loaded yet, or a peer's."""
         heapq.heappush(self._found, wish)
 
     # Ends

@@ -157,8 +157,9 @@ class RequestPages:
             self._demand.unclaim(holding.claimed_path)
             holding.claimed_path = None
 
-    def release(self, request: Request) -> None:
-        """Takes all its pages back; the request has no step in flight."""
+    def release(self, request: Request) -> RadixNode:
+        """Takes all its pages back; the request has no step in flight. Returns the end of what is
+        cached of it, which may be evicted."""
         assert request.steps_in_flight == 0
         self.end_prefill(request)
         holding = self._holdings.pop(request)
@@ -174,6 +175,7 @@ class RequestPages:
         self._pool.free(request.pages[num_full:])
         request.pages = []
         self._released.append(request)
+        return insertion.node
 
     # Pages that a load fills
 

@@ -105,6 +105,7 @@ class StepScheduler:
             args.max_running_requests,
             args.preemption_threshold,
             self.tier.on_hit,
+            self.tier.held,
         )
         self._explainer = RequestExplainer(
             args, self._waiting, self._running, self._pages, self.tier
@@ -117,7 +118,7 @@ class StepScheduler:
             self._pages,
             self._in_flight,
             self._decode_reserve,
-            self.tier.loads,
+            self.tier,
         )
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
@@ -284,8 +285,11 @@ class StepScheduler:
         del self._requests[request.request_id]
         self._ages.ended(request)
         self._running.drop(request)
+        end = None
         if was_running and request.steps_in_flight == 0:
-            self._pages.release(request)
+            end = self._pages.release(request)
+        if request.room is not None:
+            self.tier.on_room_ended(request, end)
 
     # When stages are lost, or others
 

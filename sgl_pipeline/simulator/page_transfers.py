@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sgl_pipeline.page_hash import HASH_BYTES
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StoreOrder, StoreReport
+from sgl_pipeline.wire.store_orders import StoreOrder, StoreReport
 
 
 class PageSource(Protocol):
@@ -83,9 +82,3 @@ def reports_of(due: list[Transfer]) -> list[StoreReport]:
     """The reports of transfers of several queues, in the sequence of their ends."""
     due = sorted(due, key=lambda transfer: (transfer.done_s, transfer.report.stage))
     return [transfer.report for transfer in due]
-
-
-def order_hashes(order: LoadPages | SavePages) -> list[bytes]:
-    """The hash of each page of an order."""
-    starts = range(0, len(order.hashes), HASH_BYTES)
-    return [order.hashes[start : start + HASH_BYTES] for start in starts]

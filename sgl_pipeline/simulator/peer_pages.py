@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_wishes import Lookup
 from sgl_pipeline.scheduling.tier_rules import TierRules
-from sgl_pipeline.simulator.page_transfers import TransferQueue, order_hashes, reports_of
+from sgl_pipeline.simulator.page_transfers import TransferQueue, reports_of
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import LoadPages, PagesLoaded, StoreOrder, UseStore
@@ -124,7 +125,7 @@ class PeerPages:
             self._loads.clear()
             return
         assert isinstance(order, LoadPages), "a decode server saves nothing"
-        hashes = order_hashes(order)
+        hashes = split_hashes(order.hashes)
         # Of another request's room, which may have been closed since the lookup.
         readable = list(takewhile(self._rooms.__contains__, hashes))
         room = self._rooms[readable[-1]][0] if readable else None

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.page_wishes import Lookup
-from sgl_pipeline.simulator.page_transfers import TransferQueue, order_hashes, reports_of
+from sgl_pipeline.simulator.page_transfers import TransferQueue, reports_of
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     LoadPages,
@@ -123,7 +124,7 @@ class VirtualStore:
             self._loads.clear()
             self._saves.clear()
             return
-        hashes = order_hashes(order)
+        hashes = split_hashes(order.hashes)
         # A page that is evicted while it is read is read to its end.
         num_readable = self._num_readable(hashes) if isinstance(order, LoadPages) else 0
         for stage, moment_s in enumerate(taken_s):

@@ -16,9 +16,11 @@ from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData, ProtocolError
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
-from sgl_pipeline.wire.store_orders import StoreOrder
+from sgl_pipeline.wire.store_orders import OfferOrder, StoreOrder
 
-StageOrder = StepOrder | MirrorSnapshot | PrepareMove | SwitchPlan | AbandonMove | StoreOrder
+StageOrder = (
+    StepOrder | MirrorSnapshot | PrepareMove | SwitchPlan | AbandonMove | StoreOrder | OfferOrder
+)
 
 
 class SealedOrder(msgspec.Struct, frozen=True, tag=True):

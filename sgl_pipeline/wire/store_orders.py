@@ -12,6 +12,12 @@ Transfers of one kind run in the sequence of their orders; loads go before saves
 all transfers, without reports, when it gets `UseStore`, a `SwitchPlan`, a `Regroup` or another
 assignment, and the scheduler does not wait for them any more. At a `FinishHandover` it refuses
 them, with reports.
+
+A server can also read pages out of another server's pool (a peer): that one's scheduler offers
+them by `OfferPages`, and this one's orders a `LoadPages` with a source. The offered pages are
+locked from before the offer until after `WithdrawPages` is in the stream: a stage that has obeyed
+it lets no peer read them any more. A stage forgets offers where it forgets transfers, also at a
+`FinishHandover`; the scheduler makes them again behind it, under the same numbers.
 """
 
 from typing import Annotated
@@ -45,10 +51,29 @@ class StorePlace(msgspec.Struct, frozen=True, kw_only=True):
     min_free_bytes: Count = 1 << 30
 
 
+class PeerStage(msgspec.Struct, frozen=True):
+    """A stage of a peer: its first layer and the one after its last, and the port of its host with
+    its door there, `HOST:PORT/DOOR` (`offer_door`)."""
+
+    address: str
+    layers: tuple[Count, Count]
+
+
+class PeerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that offers pages. `digest` is as in `StorePlace`, and equal on both servers;
+    `stages` have all layers of the model, split in any way."""
+
+    name: str
+    digest: str
+    stages: tuple[PeerStage, ...]
+
+
 class UseStore(msgspec.Struct, frozen=True, tag=True):
-    """The transfers behind this order use the store at `place`; None: there are none."""
+    """The transfers behind this order use the store at `place`, and read pages of `peers`; None,
+    and no peers: there are no transfers."""
 
     place: StorePlace | None
+    peers: tuple[PeerPlace, ...] = ()
 
 
 class SavePages(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +93,9 @@ class LoadPages(msgspec.Struct, frozen=True, tag=True):
 
     `checksums` is a uint32 array [pages, layers of the model]: of each layer the CRC-32, or the
     number that host memory gave it. `cuts` says of each page which layers share an object.
+
+    With a `source` the pages come from the peer of that name, as part of what it has offered under
+    the number `offer`; `checksums` and `cuts` are then empty, since each frame brings its own sum.
     """
 
     transfer: int
@@ -75,6 +103,28 @@ class LoadPages(msgspec.Struct, frozen=True, tag=True):
     hashes: bytes
     checksums: bytes
     cuts: tuple[Cuts, ...]
+    source: str = ""
+    offer: Count = 0
+
+
+class OfferPages(msgspec.Struct, frozen=True, tag=True):
+    """Let peers whose `digest` is this one read `pages`, the fields as in `SavePages`, until the
+    offer is withdrawn or forgotten.
+
+    `offer` is unique, as a room of two servers is: what was withdrawn is never offered again under
+    its number. A peer that asks for an offer early waits for it a while.
+    """
+
+    offer: Count
+    pages: bytes
+    hashes: bytes
+    digest: str
+
+
+class WithdrawPages(msgspec.Struct, frozen=True, tag=True):
+    """Let no peer read what was offered under `offer`, if anything was."""
+
+    offer: Count
 
 
 class PagesSaved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -98,11 +148,11 @@ class PagesSaved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PagesLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first `num_pages` pages of a `LoadPages` hold what the store has of the stage's layers.
+    """The first `num_pages` pages of a `LoadPages` hold what its source has of the stage's layers.
 
     `message` says why the others do not; then `is_broken` tells whether the object behind them is
-    missing, short or altered, which makes its page's record worthless. Reading took `busy_s` and
-    brought `num_bytes`.
+    missing, short or altered, which makes its page's record worthless. A peer has no records: of
+    its pages none is broken. Reading took `busy_s` and brought `num_bytes`.
     """
 
     stage: Count
@@ -114,5 +164,11 @@ class PagesLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str = ""
 
 
+def offer_door(worker: int) -> str:
+    """The door at its host's port behind which a worker's stage offers pages."""
+    return f"offers-{worker}"
+
+
 StoreOrder = UseStore | SavePages | LoadPages
+OfferOrder = OfferPages | WithdrawPages
 StoreReport = PagesSaved | PagesLoaded

@@ -12,9 +12,9 @@ from support.front_model import byte_tokenizer
 from support.grammars import setup, vocabulary
 from support.pipelines import make_request, new_scheduler
 
-from sgl_pipeline.errors import PipelineLost, ProtocolError, StageFailure
+from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError, StageFailure
 from sgl_pipeline.managers import pipeline_scheduler
-from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest
+from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest, RefusedRoom
 from sgl_pipeline.managers.grammars.channel import CompileJob
 from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.managers.grammars.queue import GrammarQueue
@@ -24,7 +24,7 @@ from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.reports.trace_files import TraceFiles
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import (
     FromWorker,
@@ -75,6 +75,10 @@ class FakeFront:
     def send_finish(self, request: Request, finish: FinishReason) -> None:
         del self.live[request.request_id]
         self.finished[request.request_id] = finish
+
+    def end(self, request: Request) -> None:
+        assert request.finish is not None
+        self.send_finish(request, request.finish)
 
     def refuse(self, request: Request, error: Any) -> None:
         self.send_finish(request, FinishReason("abort", None, str(error), error.status_code))
@@ -169,6 +173,45 @@ class FakeCompiler:
         return answers
 
 
+class FakeRooms:
+    """Opens all rooms but those of `closed` numbers; keeps what it hears of each."""
+
+    def __init__(self, steps: Any, closed: set[int]) -> None:
+        self._steps, self._closed = steps, closed
+        self.opened_rooms: list[int] = []
+        self.refused_rooms: list[tuple[int, str, int]] = []
+        self.to_fail: list[Request] = []
+        self.num_served = 0
+        self.has_news = False
+
+    def check(self, request: Request) -> None:
+        if request.room.number in self._closed:
+            raise RequestError("the room is in use", 400)
+
+    def opened(self, request: Request, now_s: float) -> None:
+        self.opened_rooms.append(request.room.number)
+
+    def refused(self, room: Room, reason: str, status: int, now_s: float) -> None:
+        self.refused_rooms.append((room.number, reason, status))
+
+    def serve(self, now_s: float) -> list[Request]:
+        self.num_served += 1
+        self.has_news = False
+        failed, self.to_fail = self.to_fail, []
+        for request in failed:
+            self._steps.abort(request.request_id, FinishReason("abort", None, "no prompt", 503))
+        return failed
+
+    def state(self) -> None:
+        """There is none."""
+
+
+def room_request(number: int, prompt: list[int]) -> Request:
+    request = make_request(f"r{number}", prompt, 3)
+    request.room = Room(number)
+    return request
+
+
 @pytest.fixture
 def parts():
     """Front, stages and steps, with sockets on which something always waits to be read."""
@@ -196,7 +239,7 @@ def parts():
     context.destroy(linger=0)
 
 
-def run(parts: Any, script: list[list[Any]], recovery: Any = None) -> FakeFront:
+def run(parts: Any, script: list[list[Any]], recovery: Any = None, rooms: Any = None) -> FakeFront:
     """Runs the loop over `script`, which should end it."""
     parts.front.script = script
     loads = SimpleNamespace(publish=lambda state: parts.reported.append(state.compiling_requests))
@@ -210,6 +253,7 @@ def run(parts: Any, script: list[list[Any]], recovery: Any = None) -> FakeFront:
         Reports({}, "off", TraceFiles(), loads),
         None,
         zmq.Poller(),
+        rooms,
     )
     # The desk is upstream's message types; here a control message is a call on the loop.
     loop._desk = SimpleNamespace(answer=lambda call, now_s: call(loop), poll=lambda now_s: None)
@@ -256,6 +300,52 @@ def test_a_control_message_that_fails_does_not_end_the_loop(parts):
     fails = ControlRequest(lambda loop: 1 / 0)
     front = run(parts, [[fails], [make_request("a", [1], 2)], *WAIT, [SHUT_DOWN]])
     assert front.finished["a"] == FinishReason("length")
+
+
+def test_the_other_half_of_a_request_hears_that_it_was_refused(parts):
+    rooms = FakeRooms(parts.steps, {2})
+    requests = [room_request(1, [1]), room_request(2, [1]), room_request(3, [])]
+    front = run(parts, [requests, *WAIT, [SHUT_DOWN]], rooms=rooms)
+    assert rooms.opened_rooms == [1]
+    assert front.finished["r1"] == FinishReason("length")
+    assert front.finished["r2"].status_code == front.finished["r3"].status_code == 400
+    assert [(number, status) for number, _, status in rooms.refused_rooms] == [(2, 400), (3, 400)]
+
+
+def test_the_other_half_hears_of_a_request_that_ends_before_its_grammar_is_there(parts):
+    rooms = FakeRooms(parts.steps, set())
+    request = room_request(1, [1])
+    held = ConstrainedRequest(request, GrammarSpec("ebnf", SEVENS))
+    run(parts, [[held], [AbortRequest((request,), BY_CLIENT)], [SHUT_DOWN]], rooms=rooms)
+    assert rooms.opened_rooms == [] and rooms.refused_rooms == [(1, "aborted by the client", 500)]
+
+
+def test_the_other_half_hears_of_a_request_that_could_not_be_read(parts):
+    rooms = FakeRooms(parts.steps, set())
+    run(parts, [[RefusedRoom(Room(4), "temperature", 400)], [SHUT_DOWN]], rooms=rooms)
+    assert rooms.refused_rooms == [(4, "temperature", 400)]
+    run(parts, [[RefusedRoom(Room(4), "temperature", 400)], [SHUT_DOWN]])
+
+
+def test_a_request_that_ends_with_its_room_is_answered(parts):
+    rooms = FakeRooms(parts.steps, set())
+    request = room_request(1, [1])
+    fail = ControlRequest(lambda loop: rooms.to_fail.append(request))
+    front = run(parts, [[request], [fail], *WAIT, [SHUT_DOWN]], rooms=rooms)
+    assert front.finished["r1"].status_code == 503
+
+
+def test_news_for_rooms_are_told_in_the_turn_that_brought_them(parts):
+    rooms = FakeRooms(parts.steps, set())
+    orders = parts.stages.broadcast
+
+    def broadcast(order: SealedOrder) -> None:
+        rooms.has_news = True
+        orders(order)
+
+    parts.stages.broadcast = broadcast
+    run(parts, [[room_request(1, [1])], [SHUT_DOWN]], rooms=rooms)
+    assert rooms.num_served == 4  # two turns, each of which sent a step
 
 
 def test_an_abort_ends_its_request_alone(parts):

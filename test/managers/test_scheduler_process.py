@@ -16,6 +16,7 @@ from sgl_pipeline.wire.store_orders import StorePlace, UseStore
 
 # As they are closed: first those that answer somebody, last what the answers leave through.
 CLOSED = (
+    "rooms",
     "store",
     "front",
     "operators",
@@ -68,6 +69,7 @@ class Parts:
             ("OperatorReplies", "operators"),
             ("_front", "front"),
             ("_tier_driver", "store"),
+            ("open_rooms", "rooms"),
         ):
             self._makes(function, name, self._part(name))
         self._makes("_open_metrics", "metrics", None)
@@ -82,12 +84,14 @@ class Parts:
         args: Any = SimpleNamespace(
             run_directory="",
             scheduling=None,
+            disaggregation=SimpleNamespace(mode="null"),
             grammars=SimpleNamespace(compile_seconds=1.0),
             migration=SimpleNamespace(mode="off"),
             tiers=SimpleNamespace(backend=None),
         )
         pipe: Any = SimpleNamespace(send=ready)
-        scheduler_process._serve(args, [], None, None, None, pipe)  # type: ignore[arg-type]
+        server_args = SimpleNamespace(port=1)
+        scheduler_process._serve(args, [], None, server_args, None, pipe)  # type: ignore[arg-type]
 
     def _makes(self, function: str, name: str, part: Any) -> None:
         self._patch.setattr(scheduler_process, function, lambda *_: self._built(name, part))
@@ -120,7 +124,8 @@ def test_all_is_closed_in_one_order_when_the_loop_ends(monkeypatch: pytest.Monke
         ("front", "operators", False),
         ("compiler", "front", True),
         ("store", "front", True),
-        ("loop", "store", True),
+        ("rooms", "store", True),
+        ("loop", "rooms", True),
     ],
 )
 def test_a_step_that_fails_closes_what_was_opened_before_it(

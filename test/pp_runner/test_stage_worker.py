@@ -12,6 +12,7 @@ import torch
 from support.assignments import tiny_assignment
 from support.late_tail import LateTail
 from support.local_pipeline import QueueLink, open_stage
+from support.page_transfers import NOWHERE
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ProtocolError
@@ -98,7 +99,7 @@ class Stage:
         site = StageSite(self.runner, (), 6, lambda timeout_s: None)
         links = StagePageLinks(("unix:nowhere",) * 2, stage, site.row_bytes, "")
         self.mover = LayerMover(stage, plan, site, links, self.channel.send, time.monotonic)
-        self.transfers = open_transfers(self.runner, self.mover)
+        self.transfers = open_transfers(self.runner, self.mover, NOWHERE)
         self.worker = StageWorker(self.channel, 0, WorkerSite("run"))  # type: ignore[arg-type]
 
     def serve(self) -> list[str]:

@@ -1,10 +1,8 @@
 """Two replicas behind SGLang's router, unmodified, with its cache-aware policy.
 
-The router is in a folder of its own (`make test-alone` installs requirements/router.txt there), or
-on the path. Answers do not depend on the replica that gives them.
+Answers do not depend on the replica that gives them.
 """
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -28,18 +25,9 @@ from support.live_server import (
     wait_until_ready,
 )
 from support.ports import number_of, reserve_port
+from support.router import FOLDER, NEEDS_ROUTER
 
-_SPEC = importlib.util.find_spec("sglang_router")
-FOLDER = Path(_SPEC.origin).parents[1] if _SPEC and _SPEC.origin else Path(sys.prefix) / "router"
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.multiproc,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (FOLDER / "sglang_router").is_dir(),
-        reason=f"SGLang's router is not installed in {FOLDER}; `make test-alone` does it",
-    ),
-]
+pytestmark = NEEDS_ROUTER
 # Several pages each, with nothing in common.
 FAMILIES = (
     "<|user|>What is 17 + 25? Add the numbers, and say nothing but the sum. ",

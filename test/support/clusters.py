@@ -32,6 +32,13 @@ def open_port(run_directory: str, host: str = "127.0.0.1") -> Iterator[tuple[str
         probe.bind((host, 0))
         number = probe.getsockname()[1]
     port = ClusterPort(host, number, run_directory)
+    with served(port):
+        yield join_address(host, number), port
+
+
+@contextmanager
+def served(port: ClusterPort) -> Iterator[None]:
+    """Serves a port in a thread, and closes it."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(port.serve())
 
@@ -42,7 +49,7 @@ def open_port(run_directory: str, host: str = "127.0.0.1") -> Iterator[tuple[str
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield join_address(host, number), port
+        yield
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()

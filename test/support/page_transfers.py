@@ -17,6 +17,7 @@ from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.kv_format import encode, head_dim_of
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
+from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.step_order import INT32
 from sgl_pipeline.wire.store_orders import (
@@ -30,6 +31,8 @@ from sgl_pipeline.wire.store_orders import (
 
 DIGEST = "ukv1-0123456789abcdef"
 PLACE = StorePlace(backend="memory", address="", digest=DIGEST, save_bytes_per_s=10**12)
+# No peer reaches this stage.
+NOWHERE = PeerSite("", "")
 NUM_PAGES = 8
 WAIT_S = 20.0
 
@@ -172,7 +175,9 @@ def open_transfers(
     may_start: Callable[[], bool] = lambda: True,
 ) -> PageTransfers:
     """The transfers of a stage, to `store` at any place."""
-    return PageTransfers(stage, kv_pool, lambda: plan, may_start, lambda place, sizes: store)
+    return PageTransfers(
+        stage, kv_pool, lambda: plan, may_start, NOWHERE, lambda place, sizes: store
+    )
 
 
 def await_reports(transfers: PageTransfers, count: int = 1) -> list[StoreReport]:

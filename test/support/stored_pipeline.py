@@ -22,7 +22,7 @@ from sgl_pipeline.scheduling.page_wishes import Lookup
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import StageReport
-from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
+from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder, StageOrder
 from sgl_pipeline.wire.step_order import INT32, MirrorSnapshot, RequestMirror, StepOrder
 from sgl_pipeline.wire.store_orders import (
     UINT32,
@@ -84,6 +84,8 @@ class StoredStage:
         self._rows = empty_pages(num_pages)
         self._sent: dict[int, dict[int, Slots]] = {}
         self.before: StoredStage | None = None
+        # Of the newest step: each chunk's request's pages, and the positions that it computed.
+        self.written: list[tuple[list[int], int, int]] = []
 
     def forget_stream(self) -> None:
         """As a stage does that regroups."""
@@ -100,19 +102,26 @@ class StoredStage:
         elif isinstance(order, SavePages | LoadPages):
             assert self._is_used
             self.transfers.append(order)
-        elif isinstance(order, MirrorSnapshot):
-            self._mirror.restore(order)
         else:
-            assert isinstance(order, StepOrder)
-            return self._run(order)
+            return self.obey(order)
         return None
+
+    def obey(self, order: StageOrder) -> StageReport | None:
+        """Applies an order about steps."""
+        if isinstance(order, MirrorSnapshot):
+            self._mirror.restore(order)
+            return None
+        assert isinstance(order, StepOrder)
+        return self._run(order)
 
     def _run(self, order: StepOrder) -> StageReport:
         drawn: list[int] = []
+        self.written.clear()
         chunks = self._mirror.apply(order)
         self._replay(order)
         for chunk in chunks:
             tokens, end = tuple(chunk.request.tokens), chunk.start + chunk.length
+            self.written.append((list(chunk.request.pages), chunk.start, end))
             for layer in self.layers:
                 for position in range(chunk.start):
                     seen = self._slot(layer, chunk.request.pages, position)

@@ -12,10 +12,11 @@ from support.local_pipeline import LocalPipeline
 
 from sgl_pipeline.kv_store.open_store import open_pages
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
+from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.wire.move_orders import SwitchPlan
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StorePlace, UseStore
+from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StorePlace, UseStore, offer_door
 
 DIGEST = "ukv1-00000000000000aa"
 RULES = TierRules(least_tokens=4, wait_policy="wait_complete")
@@ -36,6 +37,7 @@ class TieredPipeline(LocalPipeline):
 
     Args:
         store: the folder, or another store.
+        run_directory: where peers find the doors of the stages.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class TieredPipeline(LocalPipeline):
         store: Path | StorePlace,
         *,
         rules: TierRules = RULES,
+        run_directory: str = "",
         **arguments: Any,
     ) -> None:
         super().__init__(model_path, layer_counts, **arguments)
+        self._run_directory = run_directory
         place = file_place(store) if isinstance(store, Path) else store
         self.pages = open_pages(place, self.core.plan.num_layers)
         self.transfers = [self._transfers(stage) for stage in range(self.core.plan.num_stages)]
@@ -117,6 +121,7 @@ class TieredPipeline(LocalPipeline):
             self.runners[stage].held_layers.kv_pool,
             lambda: self.movers[stage].plan,
             partial(self._may_start, stage),
+            PeerSite(self._run_directory, offer_door(stage)),
         )
 
     def _may_start(self, stage: int) -> bool:

@@ -11,6 +11,7 @@ from support.front_model import CONTEXT_LENGTH, TURN_END, VOCAB_SIZE, byte_token
 
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
 from sgl_pipeline.managers.front.sglang_io import SglangFront
 
 POOL_TOKENS = 128
@@ -51,6 +52,7 @@ class UpstreamFront:
         stream_interval: int = 1,
         random_seed: int | None = None,
         reasoning_parser: str | None = None,
+        rooms: RoomFields = NO_ROLE,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = self._bind(zmq.PUSH, "inproc://requests")
@@ -74,6 +76,7 @@ class UpstreamFront:
             byte_tokenizer(),
             ReasoningMarks.of_parser(reasoning_parser, byte_tokenizer()),
             self._context,
+            rooms=rooms,
         )
 
     def send(self, message: Any) -> None:

@@ -25,7 +25,16 @@ from sgl_pipeline.wire.step_order import (
     RequestOpen,
     StepOrder,
 )
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StorePlace, UseStore
+from sgl_pipeline.wire.store_orders import (
+    LoadPages,
+    OfferPages,
+    PeerPlace,
+    PeerStage,
+    SavePages,
+    StorePlace,
+    UseStore,
+    WithdrawPages,
+)
 
 SAMPLING = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
 OPEN = RequestOpen(3, SAMPLING, 5, LogprobSpec(1, 4, (5, 6)))
@@ -37,9 +46,14 @@ EXAMPLES: tuple[StageOrder, ...] = (
     PrepareMove(2, StagePlan(3, (4, 5)), b"pages___"),
     SwitchPlan(2, StagePlan(3, (4, 5))),
     AbandonMove(2),
-    UseStore(StorePlace(backend="file", address="/store", digest="ukv1-0", save_bytes_per_s=9)),
+    UseStore(
+        StorePlace(backend="file", address="/store", digest="ukv1-0", save_bytes_per_s=9),
+        (PeerPlace(name="P", digest="ukv1-0", stages=(PeerStage("host:1/door", (0, 3)),)),),
+    ),
     SavePages(3, b"pages___", b"hashes__"),
-    LoadPages(4, b"pages___", b"hashes__", b"sums____", ((0, 2), (0,))),
+    LoadPages(4, b"pages___", b"hashes__", b"sums____", ((0, 2), (0,)), "P", 7),
+    OfferPages(7, b"pages___", b"hashes__", "ukv1-0"),
+    WithdrawPages(7),
 )
 
 

@@ -13,6 +13,7 @@ from sgl_pipeline.args import (
     LOAD_FORMATS,
     MODEL_IMPLS,
     ClusterArgs,
+    DisaggregationArgs,
     GrammarArgs,
     MigrationArgs,
     PipelineArgs,
@@ -29,6 +30,10 @@ from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.managers.command_line.model_files import resolve_dtype
 from sgl_pipeline.managers.command_line.store_config_text import read_store_config
+from sgl_pipeline.managers.upstream.disaggregation_environment import (
+    fields_of_environment,
+    name_variables_of_other_transfers,
+)
 from sgl_pipeline.managers.upstream.upstream_checks import flag_of, upstream_defaults
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
@@ -84,8 +89,26 @@ def pipeline_of_model(
         grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
         cluster=read_section(ClusterArgs, options),
         tiers=_tiers(options, device),
+        disaggregation=_disaggregation(options),
     )
     return pipeline, chosen.spec
+
+
+def _disaggregation(options: argparse.Namespace) -> DisaggregationArgs:
+    """The role of this server; variables alone give it none."""
+    if options.disaggregation_mode == "null":
+        return read_section(DisaggregationArgs, options)
+    role = read_section(DisaggregationArgs, options, **fields_of_environment())
+    name_variables_of_other_transfers()
+    default = DisaggregationArgs().reserved_decode_tokens
+    if role.mode == "prefill" and role.reserved_decode_tokens != default:
+        logger.warning("--num-reserved-decode-tokens has no effect on a prefill server")
+    if options.enable_response_store:
+        raise ConfigurationError(
+            f"--enable-response-store with --disaggregation-mode {role.mode}: each server would "
+            "keep responses of its own; leave it out"
+        )
+    return role
 
 
 def _tiers(options: argparse.Namespace, device: str) -> TierArgs:

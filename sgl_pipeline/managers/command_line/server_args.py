@@ -12,6 +12,7 @@ import socket
 from dataclasses import dataclass
 
 from sgl_pipeline.args import KV_CACHE_DTYPES, SECTIONS, PipelineArgs
+from sgl_pipeline.args.disaggregation_args import PAGE_LINK
 from sgl_pipeline.args.flags import add_flags
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
@@ -22,6 +23,7 @@ from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
     note_flags_without_effect,
     refuse_unsupported,
+    tell_role,
 )
 from sgl_pipeline.managers.upstream.upstream_environment import (
     layer_partition_of,
@@ -52,6 +54,7 @@ class LaunchPlan:
         return ServedFeatures(
             parses_tool_calls=self.upstream.tool_call_parser is not None,
             has_completion_template=self.upstream.completion_template is not None,
+            is_disaggregated=self.pipeline.disaggregation.is_on,
         )
 
 
@@ -108,6 +111,8 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
             f"SGLang's front cannot read the config of {model_path}: {type(error).__name__}: "
             f"{error!s:.200}"
         ) from error
+    if pipeline.disaggregation.is_on:
+        tell_role(upstream, pipeline.disaggregation)
     return LaunchPlan(upstream, pipeline, spec.context_length)
 
 
@@ -132,17 +137,24 @@ def make_parser(
     kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> argparse.ArgumentParser:
     """SGLang's flags and ours. The model is not required, because we ship one; keys and values may
-    have a dtype, and products a format, that upstream does not know. Help says what holds here."""
+    have a dtype, products a format, and pages a way, that upstream does not know. Help says what
+    holds here."""
     from sglang.srt.server_args import ServerArgs
 
     parser = kind(prog="python -m sgl_pipeline.launch_server")
     ServerArgs.add_cli_args(parser)
-    ours = {"kv_cache_dtype": KV_CACHE_DTYPES, "quantization": (W4A8_INT8,)}
+    ours = {
+        "kv_cache_dtype": KV_CACHE_DTYPES,
+        "quantization": (W4A8_INT8,),
+        "disaggregation_transfer_backend": (PAGE_LINK,),
+    }
     for action in parser._actions:
         if action.dest == "model_path":
             action.required = False
         if action.dest == "pp_async_batch_depth":
             action.default = None  # to see whether it is given
+        if action.dest == "disaggregation_transfer_backend":
+            action.default = PAGE_LINK
         if action.dest in NOTED:
             action.help = f"No effect here: {NOTED[action.dest].text}."
         action.help = HELP.get(action.dest, action.help)

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import (
     BatchTokenizedGenerateReqInput,
     PickleWrapper,
@@ -20,12 +21,14 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sgl_pipeline.managers.entrance.ollama_routes import OLLAMA_ROUTES, ends_apart
-from sgl_pipeline.managers.entrance.sample_seeds import spread_seeds
+from sgl_pipeline.managers.entrance.prompt_logprobs import leave_to_prefill
+from sgl_pipeline.managers.entrance.sample_seeds import spread_samples
 from sgl_pipeline.managers.upstream.request_checks import (
     MALFORMED,
     RefusedRequestError,
     check_inputs,
     check_logprob_lists,
+    check_rooms,
     check_sequences,
 )
 
@@ -41,13 +44,20 @@ _SAMPLED = 1  # of a traceparent's flags
 class GuardedTokenizerManager(TokenizerManager):
     """Upstream's, with a check in front of it, and refusals that also reach streams."""
 
+    def __init__(self, server_args: Any, port_args: Any) -> None:
+        # A prefill server's bootstrap port is a process of its own (`hosts/bootstrap_process.py`).
+        super().__init__(server_args, port_args, start_pd_bootstrap_service=False)
+
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         """As upstream's. Raises RefusedRequestError, a ValueError, for a refused request."""
         is_health_check = request is not None and request.url.path in HEALTH_ROUTES
         check_inputs(obj, self.context_len, is_health_check)
         check_sequences(obj)
         check_logprob_lists(obj)
-        spread_seeds(obj)
+        check_rooms(obj)
+        spread_samples(obj)
+        if request is not None and self.disaggregation_mode is DisaggregationMode.DECODE:
+            leave_to_prefill(obj, request.url.path)
         has_replied = False
         all_replies = super().generate_request(obj, request)
         if request is not None and request.url.path in OLLAMA_ROUTES and obj.stream:

@@ -25,6 +25,7 @@ from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
+from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
 from sgl_pipeline.managers.front.sglang_output import (
     OutputCursor,
     OutputRow,
@@ -40,7 +41,7 @@ from sgl_pipeline.managers.upstream.upstream_messages import (
     GenerateMessage,
     SglangMessage,
 )
-from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -61,13 +62,22 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedRoom:
+    """A request of this room was refused and has its answer; its other server may wait for it."""
+
+    room: Room
+    text: str
+    status_code: int
+
+
+@dataclass(frozen=True, slots=True)
 class ControlRequest:
     """A message about the server, not about a generation: for `control_requests.ControlReplies`."""
 
     message: SglangMessage
 
 
-Received = Request | ConstrainedRequest | AbortRequest | ControlRequest
+Received = Request | ConstrainedRequest | AbortRequest | RefusedRoom | ControlRequest
 
 
 class SglangFront:
@@ -81,6 +91,7 @@ class SglangFront:
         tokenizer: see `model_files.load_tokenizer`.
         reasoning: the marks of reasoning tokens.
         spans: gets every request that ends; None without `--enable-trace`.
+        rooms: the role of this server.
     """
 
     def __init__(
@@ -93,6 +104,7 @@ class SglangFront:
         reasoning: ReasoningMarks,
         context: "zmq.Context[zmq.Socket[bytes]]",
         spans: SpanSender | None = None,
+        rooms: RoomFields = NO_ROLE,
     ) -> None:
         self.socket = _connect(context, zmq.PULL, port_args.scheduler_input_ipc_name)
         self._to_detokenizer = _connect(context, zmq.PUSH, port_args.detokenizer_ipc_name)
@@ -103,8 +115,9 @@ class SglangFront:
             server_args.abort_on_priority_when_disabled,
         )
         self._intake = RequestIntake(
-            limits, pool_tokens, tokenizer, server_args.random_seed, priorities
+            limits, pool_tokens, tokenizer, server_args.random_seed, priorities, rooms
         )
+        self._rooms = rooms
         self._stream_interval = server_args.stream_interval
         self._reasoning = reasoning
         self._spans = spans
@@ -255,16 +268,24 @@ class SglangFront:
                 self._spans.began(message)
         except RequestError as error:
             refused.append(refusal_row(request_id, str(error), error.status_code))
+            received += self._refused_room(message, str(error), error.status_code)
             return
         except Exception:
             logger.exception("request %s could not be read", request_id)
             text = "internal error while the request was read; see the server's log"
             refused.append(refusal_row(request_id, text, 500))
+            received += self._refused_room(message, text, 500)
             return
         self._cursors[request_id] = OutputCursor(
             request, message, self._stream_interval, self._reasoning.counter(message)
         )
         received.append(request if grammar is None else ConstrainedRequest(request, grammar))
+
+    def _refused_room(
+        self, message: GenerateMessage, text: str, status_code: int
+    ) -> list[RefusedRoom]:
+        room = self._rooms.room_of_refused(message)
+        return [] if room is None else [RefusedRoom(room, text, status_code)]
 
     def _take_abort(self, message: AbortMessage, received: list[Received]) -> None:
         if ended := self._matching(message):

@@ -14,6 +14,7 @@ from typing import Any
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
+from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
 from sgl_pipeline.managers.upstream.stop_regex import StopRegexes
 from sgl_pipeline.managers.upstream.stop_text import StopTextCheck, check_stop_strings
 from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage, SamplingMessage
@@ -50,8 +51,6 @@ _UNBUILT_FIELDS = {
     "session_params": "sessions",
     "lora_id": "LoRA adapters",
     "custom_logit_processor": "custom_logit_processor",
-    "bootstrap_host": "prefill/decode disaggregation",
-    "bootstrap_room": "prefill/decode disaggregation",
     "kv_hints": "kv_hints",
 }
 
@@ -71,6 +70,7 @@ class RequestIntake:
         tokenizer: decodes text for stop strings and expressions.
         random_seed: `--random-seed`: makes the seeds of requests without one reproducible.
         priorities: the meaning of their `priority`.
+        rooms: the role of this server. A prefill server computes one token of each request.
     """
 
     def __init__(
@@ -80,11 +80,13 @@ class RequestIntake:
         tokenizer: Any,
         random_seed: int | None,
         priorities: PriorityRules,
+        rooms: RoomFields = NO_ROLE,
     ) -> None:
         self._limits = limits
         self.pool_tokens = pool_tokens
         self._tokenizer = tokenizer
         self._priorities = priorities
+        self._rooms = rooms
         seeds: Random = secrets.SystemRandom() if random_seed is None else Random(random_seed)
         self._draw_seed: Callable[[], int] = lambda: seeds.getrandbits(63)
 
@@ -97,6 +99,7 @@ class RequestIntake:
         """
         for name in unbuilt_features(message):
             raise RequestError(f"{name}: not supported by this server yet")
+        room = self._rooms.room(message)
         assert message.rid is not None, "a message without an id cannot be answered"
         prompt_ids = self._prompt_ids(message.input_ids)
         sampling = message.sampling_params
@@ -113,6 +116,7 @@ class RequestIntake:
             priority=self._priorities.priority(message.priority),
             logprobs=self._logprobs(message, len(prompt_ids)) if message.return_logprob else None,
             cache_namespace=_namespace(message.extra_key, message.cache_salt),
+            room=room,
         )
 
     def _prompt_ids(self, ids: Sequence[int] | None) -> list[int]:
@@ -125,10 +129,13 @@ class RequestIntake:
         return list(ids)
 
     def _max_new_tokens(self, asked: int | None, prompt_length: int) -> int:
+        if asked is not None:
+            _check_range("max_new_tokens", asked, 0, _MAX_INT32)
+        if self._rooms.mode == "prefill":
+            return 1
         if asked is None:
             # As many as there is room for; none at all is for `StepScheduler.add` to refuse.
             return max(1, min(self._limits.context_length, self.pool_tokens) - prompt_length)
-        _check_range("max_new_tokens", asked, 0, _MAX_INT32)
         # The front refuses lengths beyond the context, and fills in 128 if none is asked for; near
         # the context's end that default is cut to the remaining length.
         left = self._limits.context_length - prompt_length

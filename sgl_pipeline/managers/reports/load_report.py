@@ -18,8 +18,9 @@ from sglang.srt.managers.load_snapshot import (
 )
 
 from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.args.disaggregation_args import Mode
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
-from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, RoomsState
 
 _THROUGHPUT_WINDOW_S = 1.0
 _GIB = 2**30
@@ -31,9 +32,13 @@ def loads_path(run_directory: str) -> str:
 
 
 class LoadReport:
-    """The file, and the little that is known only from one report to the next."""
+    """The file, and the little that is known only from one report to the next. `mode` is the role
+    of this server in disaggregation."""
 
-    def __init__(self, path: str, args: SchedulingArgs, capacity: PipelineCapacity) -> None:
+    def __init__(
+        self, path: str, args: SchedulingArgs, capacity: PipelineCapacity, mode: Mode = "null"
+    ) -> None:
+        self._mode = mode
         self._writer = ShmLoadSnapshotWriter(path, dp_size=1, dp_rank=0)
         self._page_size = args.page_size
         self._max_running_requests = args.max_running_requests
@@ -84,7 +89,7 @@ class LoadReport:
             cache_hit_rate=round(state.cache_hit_rate, 4),
             total_prefill_uncached_tokens=state.prefill_tokens,
             memory=self._memory,
-            disaggregation=DisaggregationMetrics(mode="null"),
+            disaggregation=_disaggregation(self._mode, state.rooms),
             queues=QueueMetrics(
                 waiting=state.waiting_requests,
                 grammar=state.compiling_requests,
@@ -93,3 +98,20 @@ class LoadReport:
                 prealloc_ready=0,
             ),
         )
+
+
+def _disaggregation(mode: Mode, rooms: RoomsState | None) -> DisaggregationMetrics:
+    """Upstream's counts of rooms, and means since the start."""
+    if rooms is None:
+        return DisaggregationMetrics(mode=mode)
+    waiting, moving = rooms.bootstrap_requests, rooms.transfer_requests
+    is_prefill, transfer_s = rooms.mode == "prefill", rooms.transfer_s
+    return DisaggregationMetrics(
+        mode=mode,
+        prefill_bootstrap_queue_reqs=waiting if is_prefill else 0,
+        prefill_inflight_queue_reqs=moving if is_prefill else 0,
+        decode_prealloc_queue_reqs=0 if is_prefill else waiting,
+        decode_transfer_queue_reqs=0 if is_prefill else moving,
+        kv_transfer_speed_gb_s=rooms.loaded_bytes / _GIB / transfer_s if transfer_s else 0.0,
+        kv_transfer_latency_ms=1e3 * transfer_s / rooms.transferred if rooms.transferred else 0.0,
+    )

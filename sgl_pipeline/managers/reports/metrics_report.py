@@ -17,6 +17,7 @@ from sglang.srt.observability.metrics_collector import (
 )
 
 from sgl_pipeline.managers.reports.pipeline_metrics import PipelineMetrics
+from sgl_pipeline.managers.reports.rooms_metrics import RoomsMetrics, queue_stats
 from sgl_pipeline.managers.reports.tier_metrics import TierMetrics
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, TierState
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
@@ -30,7 +31,8 @@ _INTERVAL_S = 1.0
 
 
 class MetricsReport:
-    """The metrics of one scheduler process, whose ServerArgs are published.
+    """The metrics of one scheduler process, whose ServerArgs are published; `engine_type` is
+    SGLang's word for its role.
 
     Upstream's environment must name the directory of Prometheus's multi-process mode before this
     module is imported (upstream does so in the main process).
@@ -39,16 +41,18 @@ class MetricsReport:
     def __init__(
         self,
         server_args: Any,
+        engine_type: str,
         num_stages: int,
         page_size: int,
         num_pages: int,
         context_length: int,
     ) -> None:
-        self._upstream = SchedulerMetricsCollector(_labels(server_args), server_args)
-        self._page_size = page_size
+        self._upstream = SchedulerMetricsCollector(_labels(server_args, engine_type), server_args)
+        self._page_size, self._num_pages = page_size, num_pages
         self._own = PipelineMetrics({"model_name": self._upstream.labels["model_name"]}, num_stages)
         self._counted: dict[Any, float] = {}
         self._tiers: TierMetrics | None = None
+        self._rooms: RoomsMetrics | None = None
         self._num_stages = num_stages
         self._extra_labels: dict[str, str] = server_args.extra_metric_labels or {}
         self._next_report_s = 0.0
@@ -115,10 +119,17 @@ class MetricsReport:
         self._publish_own(state)
         if state.tier is not None:
             self._publish_tier(state.tier)
+        if state.rooms is not None:
+            if self._rooms is None:
+                self._rooms = RoomsMetrics(self._upstream, self._own.labels["model_name"])
+            self._rooms.publish(state.rooms)
 
     def _publish_upstream(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Publishes upstream's metrics that mean something here; the others keep "nothing"."""
         cached_pages = state.load.free_pages - state.unused_pages
+        rooms = {}
+        if state.rooms is not None:
+            rooms = queue_stats(state.rooms, self._num_pages)
         retracted = self._upstream.num_retracted_reqs_total.labels(**self._upstream.labels)
         self._upstream.log_stats(
             SchedulerStats(
@@ -135,6 +146,7 @@ class MetricsReport:
                 kv_evictable_tokens=cached_pages * self._page_size,
                 kv_used_tokens=load.num_used_tokens,
                 num_retracted_reqs=int(state.num_retractions - self._counted.get(retracted, 0)),
+                **rooms,
             )
         )
         self._count(retracted, state.num_retractions)
@@ -213,11 +225,11 @@ class MetricsReport:
         self._counted[counter] = total
 
 
-def _labels(server_args: Any) -> dict[str, Any]:
+def _labels(server_args: Any, engine_type: str) -> dict[str, Any]:
     """The labels of upstream's scheduler (`SchedulerMetricsCollector.init_new`) at one process."""
     labels = {
         "model_name": server_args.served_model_name,
-        "engine_type": "unified",
+        "engine_type": engine_type,
         "tp_rank": 0,
         "pp_rank": 0,
         "moe_ep_rank": 0,

@@ -51,7 +51,7 @@ def store_identity(args: PipelineArgs, spec: ModelSpec) -> StoreIdentity:
     return StoreIdentity(
         digest=namespace_digest(
             model_id=model_id(spec.architecture, weights, computation),
-            dtype=stages.dtype if stages.kv_cache_dtype == "auto" else stages.kv_cache_dtype,
+            dtype=stages.kv_dtype,
             page_size=page_size,
             num_kv_heads=max(one.num_kv_heads for one in spec.attentions),
             layout=PLAIN_LAYOUT if is_plain else MEMORY_LAYOUT,

@@ -23,6 +23,7 @@ class ServedFeatures:
 
     parses_tool_calls: bool
     has_completion_template: bool
+    is_disaggregated: bool = False
 
 
 # A decoded body with the fields that the rules read; absent ones are None.
@@ -45,6 +46,12 @@ class Rule:
 
 def _unless(field: str, *neutral: Any) -> Callable[[Body, ServedFeatures], bool]:
     return lambda body, features: getattr(body, field) not in (None, *neutral)
+
+
+def _has_no_role(field: str) -> Callable[[Body, ServedFeatures], bool]:
+    return lambda body, features: (
+        not features.is_disaggregated and getattr(body, field) not in (None, [])
+    )
 
 
 def _is_zero(field: str) -> Callable[[Body, ServedFeatures], bool]:
@@ -115,7 +122,10 @@ def _fills_in(body: Body, features: ServedFeatures) -> bool:
     return bool(body.suffix) and not features.has_completion_template
 
 
-_ONE_HOST = "prefill/decode disaggregation is not supported by this server yet"
+_NO_ROLE = (
+    "is for a prefill and a decode server, and this one runs without --disaggregation-mode "
+    "(prefill/decode disaggregation); leave it out"
+)
 _NO_MEDIA = "image, audio and video input is not supported by this server yet"
 _PARSER = (
     "calls in the reply would not be recognized; start the server with --tool-call-parser, or send "
@@ -128,10 +138,13 @@ _TWICE = (
 _LOGPROBS = "has no effect without logprobs"
 
 _ROUTING = (
-    Rule("bootstrap_host", _ONE_HOST),
-    Rule("bootstrap_port", _ONE_HOST),
-    Rule("bootstrap_room", _ONE_HOST, _unless("bootstrap_room")),
-    Rule("disagg_prefill_dp_rank", _ONE_HOST, _unless("disagg_prefill_dp_rank")),
+    *(
+        Rule(field, _NO_ROLE, _has_no_role(field))
+        for field in (
+            *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+            "disagg_prefill_dp_rank",
+        )
+    ),
 )
 _GENERATION = (
     *_ROUTING,

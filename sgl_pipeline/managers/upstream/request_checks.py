@@ -44,6 +44,11 @@ _UNBUILT_INPUTS = {
 # Upstream never answers an empty id.
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_ID_LENGTH)]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_ROOM_TYPES: dict[str, Any] = {
+    "bootstrap_host": str | list[str | None],
+    "bootstrap_port": int | list[int | None],
+    "bootstrap_room": _Int64 | list[_Int64 | None],
+}
 
 
 class RefusedRequestError(ValueError):
@@ -143,6 +148,28 @@ def check_logprob_lists(obj: Any) -> None:
             continue
         if isinstance(values, list) and len(values) != num_prompts:
             raise _refused(f"{name}: give one value, or one for each of several prompts")
+
+
+def check_rooms(obj: Any) -> None:
+    """Raises RefusedRequestError when the fields of a router are of another type, or lists that
+    have neither an entry for each prompt nor one for each sample. Upstream looks at neither.
+
+    Args:
+        obj: as for `check_sequences`, which it has passed.
+    """
+    prompts: Any = getattr(obj, "text", None) or getattr(obj, "input_ids", None)
+    num_prompts = len(prompts) if _is_several(prompts) else 1
+    options = getattr(obj, "sampling_params", None) or {}
+    several = options if isinstance(options, list) else [options] * num_prompts
+    num_samples = sum(one.get("n") or 1 for one in several)
+    for name, kind in _ROOM_TYPES.items():
+        value = getattr(obj, name, None)
+        _check_type(name, value, kind)
+        if isinstance(value, list) and len(value) not in (num_prompts, num_samples):
+            raise _refused(
+                f"{name}: {len(value)} entries for {num_prompts} prompts; give one value, or one "
+                "for each prompt or sample"
+            )
 
 
 def _is_several(prompts: Any) -> bool:

@@ -1,9 +1,11 @@
-"""Applies the table of `upstream_fields.py`: notes arguments without effect, refuses the rest."""
+"""Applies the table of `upstream_fields.py`: notes arguments without effect, refuses the rest, and
+tells upstream what it may know."""
 
 import argparse
 import logging
 from typing import Any
 
+from sgl_pipeline.args import DisaggregationArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.upstream.upstream_fields import NOTED, refusal
 
@@ -34,6 +36,24 @@ def refuse_unsupported(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if reason is not None and value != default:
             raise ConfigurationError(f"{flag_of(name)} {value} cannot be honored: {reason}")
+
+
+def tell_role(record: Any, disaggregation: DisaggregationArgs) -> None:
+    """Tells upstream's front that this is a prefill or a decode server: its health checks and
+    warm-up are then such that need no peer.
+
+    Args:
+        record: ServerArgs that have been resolved as those of a server without a role. With one,
+            upstream would check flags against its own transfers and switch its radix cache off.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(
+        record,
+        "sgl_pipeline",
+        disaggregation_mode=disaggregation.mode,
+        disaggregation_transfer_backend=disaggregation.transfer_backend,
+    )
 
 
 def flag_of(name: str) -> str:

@@ -28,6 +28,8 @@ HONORED = frozenset(
     hicache_write_policy hicache_storage_prefetch_policy hicache_ratio hicache_size
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
     enable_metrics extra_metric_labels enable_trace otlp_traces_endpoint
+    disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
+    num_reserved_decode_tokens
     """.split()
 )
 
@@ -71,6 +73,8 @@ SERVER_ONLY = frozenset(
     prompt_tokens_buckets generation_tokens_buckets
     enable_trace otlp_traces_endpoint otlp_service_name trace_modules
     nnodes node_rank dist_init_addr use_ray ray_wait_s host_silence_s cluster_key_file
+    disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
+    num_reserved_decode_tokens disaggregation_decode_fallback
     ui drain_timeout_s config
     """.split()
 )
@@ -131,6 +135,24 @@ NOTED = {
     "hicache_storage_prefetch_retry_poll_interval": _LOOKUPS,
     "hicache_storage_prefetch_retry_max_attempts": _LOOKUPS,
     "moe_dense_tp_size": Note("no layer is split over devices", frozenset({1})),
+    "disaggregation_decode_enable_radix_cache": Note(
+        "a decode server always has its radix cache, and loads only the pages that it lacks"
+    ),
+    "disaggregation_decode_polling_interval": Note("the end of a transfer is an event, not polled"),
+    "disaggregation_enable_kv_checksum": Note("every page that crosses has a checksum (CRC-32)"),
+    "disaggregation_decode_retraction_backup": Note(
+        "a retracted request loads its pages from a store, or computes them again",
+        frozenset({"cpu_tensor", "host_pool"}),
+    ),
+    "disaggregation_decode_allocation_policy": Note(
+        "a decode server takes pages for a request when its prefill is complete"
+    ),
+    "disaggregation_decode_extra_slots": Note(
+        "requests on their way have no slots: pages and the bounds of the queue hold them back"
+    ),
+    "optimistic_prefill_attempts": Note(
+        "a prefill server computes at once, whether a decode server has asked or not"
+    ),
 }
 
 # Flags of upstream's whose help would say something else, and what it says here.
@@ -147,7 +169,6 @@ HELP = {
 REFUSED_NAMESPACES = {
     "parallel": "the pipeline (--pp) is the only parallelism; upstream runs at 1",
     "spec": "speculative decoding is not built yet",
-    "disagg": "prefill/decode disaggregation is not built yet",
     "lora": "LoRA adapters are not built yet",
     "mm": "only text is served, also of multimodal models",
     "exec.comm": "it tunes upstream's tensor-parallel communication, which is not used",
@@ -185,6 +206,18 @@ _POOLS = "it lays out the pools of upstream's model runner, which is not used"
 _STORE = (
     "it replaces upstream's radix cache, which is not used; stages read and write a store of their "
     "own: --enable-hierarchical-cache --hicache-storage-backend file"
+)
+_ENCODER = "only text is served, and no encoder is apart"
+_DECOUPLED = "speculative decoding is not built yet"
+_MULTIPLEXED = (
+    "it splits a GPU between prefill and decode; here a step has both, and --policy bounds prefill"
+)
+_LINK = (
+    "it is for RDMA; page_link uses TCP, at the address that the router gives of a prefill server, "
+    "and its port"
+)
+_OFFLOAD = (
+    "a store keeps what is decoded: --enable-hierarchical-cache --hicache-storage-backend file"
 )
 _EVICTION = "the radix cache evicts the least recently used pages first, and nothing else"
 
@@ -241,6 +274,20 @@ _REFUSED_TEXT = {
     "state-space models are not supported": "max_mamba_cache_size mamba_full_memory_ratio",
     _EVICTION: """radix_eviction_policy radix_eviction_policy_config radix_cache_backend
         _radix_eviction_policy_explicitly_set""",
+    _ENCODER: """encoder_only language_only language_model_only encoder_transfer_backend
+        encoder_urls encoder_bootstrap_port encoder_register_urls
+        enable_adaptive_dispatch_to_encoder""",
+    _DECOUPLED: """decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints
+        decoupled_spec_rank decoupled_spec_role""",
+    _MULTIPLEXED: "enable_pdmux pdmux_config_path sm_group_num",
+    _LINK: "disaggregation_ib_device",
+    _OFFLOAD: "disaggregation_decode_enable_offload_kvcache",
+    "pages arrive in the pool; --max-total-tokens is its size": """
+        disaggregation_decode_host_receive_threshold""",
+    "a role lasts as long as the server; start another one with --disaggregation-mode": """
+        enable_pd_role_switch""",
+    "retracted requests go on here, and no client has to ask again": """
+        disaggregation_decode_retraction_backup""",
     _POOLS: "enable_page_major_kv_layout enable_unified_memory",
     _STORE: """enable_unified_cache_external_linker unified_cache_external_linker_backend
         unified_cache_external_linker_config enable_linker_mla_dedup enable_lmcache
@@ -255,7 +302,8 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 # demand that one divides the other); it looks for no kernels for quantized weights, keys or values;
 # of a multimodal model it takes the text model and the plain tokenizer; of its attentions the one
 # that no family's checks refuse, and no pools of its own for windows; it has no tiers, with
-# which it would refuse some families; and usage always reports cached tokens.
+# which it would refuse some families; usage always reports cached tokens; and it learns of the
+# server's role later (`tell_role`).
 UPSTREAM_VALUES = {
     "model_impl": "auto",
     "enable_multimodal": False,
@@ -275,6 +323,8 @@ UPSTREAM_VALUES = {
     "chunked_prefill_size": None,
     "enable_hierarchical_cache": False,
     "enable_cache_report": True,
+    "disaggregation_mode": "null",
+    "disaggregation_transfer_backend": "mooncake",
 }
 
 

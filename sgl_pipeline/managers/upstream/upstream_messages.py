@@ -70,6 +70,10 @@ class GenerateMessage(SglangMessage, Protocol):
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: list[int] | None
+    bootstrap_host: str | None
+    bootstrap_port: int | None
+    bootstrap_room: int | None
+    disagg_prefill_dp_rank: int | None
     # With --enable-trace the request's traceparent, by our own TokenizerManager (front_guard.py).
     time_stats: PackedMessage | None
 

@@ -166,7 +166,7 @@ class TcpOutbox:
             with contextlib.suppress(DialError, StreamClosed):
                 connection = dial(address, door, self._run_directory)
                 stream = SecureStream(connection, self._run_directory, is_server=False)
-                if _shake_hands(stream):
+                if shake_hands(stream, HANDSHAKE_TIMEOUT_S):
                     return stream
                 stream.close()
             if self._is_closed:
@@ -293,9 +293,9 @@ def _bytes_of(buffer: torch.Tensor) -> memoryview:
     return memoryview(buffer.numpy().data)
 
 
-def _shake_hands(stream: SecureStream) -> bool:
-    """Waits for the handshake; whether it was done in time. Raises StreamClosed."""
-    deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+def shake_hands(stream: SecureStream, timeout_s: float) -> bool:
+    """Waits for the handshake; True if it was done in time. Raises StreamClosed."""
+    deadline_s = time.monotonic() + timeout_s
     poller = select.poll()
     poller.register(stream, select.POLLIN)
     while not stream.open():

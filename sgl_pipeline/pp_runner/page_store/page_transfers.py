@@ -5,30 +5,39 @@ them: a descriptor wakes it.
 """
 
 import contextlib
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.kv_store.page_store import ObjectStore
+from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.page_store.open_store import StageStores
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
+from sgl_pipeline.pp_runner.page_store.page_source import StoredPages
+from sgl_pipeline.pp_runner.page_store.peer_pages import PeerPages
 from sgl_pipeline.pp_runner.page_store.pool_pages import PoolPages
+from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite, StageOffers
 from sgl_pipeline.pp_runner.page_store.staged_pages import StagedPool
 from sgl_pipeline.pp_runner.page_store.store_session import StoreSession
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     PageTransfer,
     TransferJobs,
+    named_pages,
     page_transfer,
 )
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
+    OfferOrder,
     PagesLoaded,
     StoreOrder,
     StorePlace,
     StoreReport,
     UseStore,
+    WithdrawPages,
 )
 
 # Of a thread that a store holds up, at the end of a stage.
@@ -36,11 +45,13 @@ JOIN_TIMEOUT_S = 2.0
 
 
 class PageTransfers:
-    """The transfers of one stage; at first there is no store.
+    """The transfers of one stage and its offers to peers; at first there is no store and no peer.
 
     Args:
         plan: gives that of the newest steps.
-        may_start: whether pages of the plan's layers are all here; until then transfers wait.
+        may_start: whether pages of the plan's layers are all here; until then transfers and offers
+            wait.
+        site: where peers reach the stage.
         open_store: for tests, another way to a store than `StageStores`.
     """
 
@@ -50,14 +61,18 @@ class PageTransfers:
         kv_pool: KvPool,
         plan: Callable[[], StagePlan],
         may_start: Callable[[], bool],
+        site: PeerSite,
         open_store: Callable[[StorePlace, Sequence[int]], ObjectStore] | None = None,
     ) -> None:
         self._stage, self._kv_pool = stage, kv_pool
         self._plan, self._may_start = plan, may_start
         self._open_store = open_store or StageStores().open
         self._pages_of = _way_to_pages(kv_pool)
-        self._place: StorePlace | None = None
-        self._session: StoreSession | None = None
+        self._run_directory = site.run_directory
+        self._offers = StageOffers(site, kv_pool.page_bytes, self._own_pages)
+        # Of the newest `UseStore`.
+        self._use = UseStore(None)
+        self._sessions: dict[str, StoreSession] = {}  # by source
         self._unanswered: dict[int, PageTransfer] = {}
         self._held: deque[PageTransfer] = deque()
         self._done: deque[StoreReport] = deque()
@@ -65,8 +80,8 @@ class PageTransfers:
 
     @property
     def is_open(self) -> bool:
-        """True if a transfer was ordered whose report was not taken."""
-        return bool(self._unanswered)
+        """True if a transfer was ordered whose report was not taken, or an offer is held back."""
+        return bool(self._unanswered) or self._offers.has_held_back
 
     @property
     def descriptor(self) -> int | None:
@@ -74,19 +89,37 @@ class PageTransfers:
         transfer is open."""
         return self._news if self._unanswered else None
 
-    def obey(self, order: StoreOrder) -> None:
-        """Begins a transfer, or uses another store.
+    def obey_offer(self, order: OfferOrder) -> None:
+        """Lets peers read pages, or not any more.
 
-        Raises ProtocolError for a transfer that has no store, or is not one of this pool.
+        Raises ProtocolError for an offer that is made twice, or of pages that the pool lacks.
+        """
+        if isinstance(order, WithdrawPages):
+            self._offers.withdraw(order.offer)
+            return
+        title = f"offer {order.offer}"
+        pages = named_pages(title, order.pages, order.hashes, self._kv_pool.num_pages)
+        hashes = split_hashes(order.hashes)
+        self._offers.hold_back(order.offer, order.digest, dict(zip(hashes, pages, strict=True)))
+        self._start_held()
+
+    def obey(self, order: StoreOrder) -> None:
+        """Begins a transfer, or uses another store and other peers.
+
+        Raises ProtocolError for a transfer that has no source, or is not one of this pool, and for
+        peers that their names do not tell apart.
         """
         if isinstance(order, UseStore):
+            if len({"", *(peer.name for peer in order.peers)}) <= len(order.peers):
+                raise ProtocolError("peers without names of their own are to be used")
             self.cancel()
-            self._place = order.place
-            self._begin_session()
+            self._use = order
+            self._begin_sessions()
             return
-        if self._session is None:
-            raise ProtocolError(f"transfer {order.transfer} was ordered, and no store is in use")
         job = page_transfer(order, self._kv_pool.num_pages, self._plan().num_layers)
+        if job.source not in self._sessions:
+            missing = f"no peer {job.source}" if job.source else "no store"
+            raise ProtocolError(f"transfer {job.transfer} was ordered, and {missing} is in use")
         self._unanswered[job.transfer] = job
         self._held.append(job)
         self._start_held()
@@ -100,56 +133,73 @@ class PageTransfers:
         return [self._answer(self._done.popleft()) for _ in range(len(self._done))]
 
     def refuse_open(self, reason: str) -> list[StoreReport]:
-        """Gives up what is under way, and the reports to send on it; later orders are obeyed."""
-        session, jobs = self._session, [*self._unanswered.values()]
-        if session is None:
-            return []
-        self._end_session()
-        self._begin_session()
-        return [session.refusal(job, reason) for job in jobs]
+        """Gives up what is under way, and the reports to send on it, and forgets all offers; later
+        orders are obeyed."""
+        sessions, jobs = {**self._sessions}, [*self._unanswered.values()]
+        self._end_sessions()
+        self._begin_sessions()
+        return [sessions[job.source].refusal(job, reason) for job in jobs]
 
     def cancel(self) -> None:
-        """Forgets the store and all transfers: no report comes, and no thread touches the pool from
-        here on but in copies that the next steps come after."""
-        self._place = None
-        self._end_session()
+        """Forgets the store, all peers, transfers and offers: no report comes, and no thread
+        touches the pool from here on but in copies that the next steps come after."""
+        self._use = UseStore(None)
+        self._end_sessions()
 
     def close(self) -> None:
         """`cancel`, for the last time."""
-        session = self._session
+        sessions = [*self._sessions.values()]
         self.cancel()
-        if session is not None:
+        self._offers.close()
+        for session in sessions:
             session.join(JOIN_TIMEOUT_S)
         os.close(self._news)
 
-    def _begin_session(self) -> None:
-        if self._place is None:
+    def _own_pages(self) -> tuple[range, PoolPages]:
+        """The layers of the stage, and their pages."""
+        layers = self._plan().layers_of(self._stage)
+        return layers, self._pages_of(layers)
+
+    def _begin_sessions(self) -> None:
+        if self._use.place is None and not self._use.peers:
             return
         layers, sizes = self._plan().layers_of(self._stage), self._kv_pool.page_bytes
-        self._session = StoreSession(
-            self._stage,
-            layers,
-            sizes,
-            self._pages_of(layers),
-            self._open_store(self._place, [sizes[layer] for layer in layers]),
-            self._place.digest,
-            TransferJobs(self._place.save_bytes_per_s),
-            self._take_done,
+        begin = partial(
+            StoreSession, self._stage, layers, sizes, self._pages_of(layers), done=self._take_done
         )
+        if (place := self._use.place) is not None:
+            store = self._open_store(place, [sizes[layer] for layer in layers])
+            self._sessions[""] = begin(
+                source=StoredPages(store, place.digest, layers, sizes),
+                store=store,
+                digest=place.digest,
+                jobs=TransferJobs(place.save_bytes_per_s),
+            )
+        for peer in self._use.peers:
+            self._sessions[peer.name] = begin(
+                source=PeerPages(peer, layers, sizes, self._run_directory),
+                store=None,
+                digest=peer.digest,
+                jobs=TransferJobs(math.inf),
+            )
 
-    def _end_session(self) -> None:
-        if self._session is not None:
-            self._session.end()
-        self._session = None
+    def _end_sessions(self) -> None:
+        self._offers.forget()
+        for session in self._sessions.values():
+            session.end()
+        self._sessions.clear()
         self._unanswered.clear()
         self._held.clear()
         self._done.clear()
 
     def _start_held(self) -> None:
-        if self._held and self._may_start():
-            assert self._session is not None
-            while self._held:
-                self._session.add(self._held.popleft())
+        if not (self._held or self._offers.has_held_back) or not self._may_start():
+            return
+        while self._held:
+            job = self._held.popleft()
+            self._sessions[job.source].add(job)
+        if self._offers.has_held_back:
+            self._offers.make()
 
     def _take_done(self, report: StoreReport) -> None:
         """Called by the threads of a session that is not over."""

@@ -1,8 +1,8 @@
-"""The transfers between a `UseStore` and the next interrupt: two threads beside the steps.
+"""The transfers between a `UseStore` and the next interrupt: threads beside the steps.
 
-One loads and one saves, an object at a time, through buffers of its own. So a copy to or from the
-pool begins under a lock, and never while a store is waited for: ending a session waits for the copy
-of one layer of a page at most.
+One loads from the store and one saves, and one loads from each peer, an object at a time, through
+buffers of its own. So a copy to or from the pool begins under a lock, and never while a store or a
+peer is waited for: ending a session waits for the copy of one layer of a page at most.
 """
 
 import contextlib
@@ -11,11 +11,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 
-from sgl_pipeline.errors import BrokenObject, StoreError
+from sgl_pipeline.errors import BrokenObject, PeerLost, StoreError
 from sgl_pipeline.kv_store.object_names import object_name
 from sgl_pipeline.kv_store.page_store import ObjectStore
-from sgl_pipeline.object_layers import ObjectPart, object_parts, written_runs
+from sgl_pipeline.object_layers import written_runs
 from sgl_pipeline.pp_runner.base.compute_threads import use_every_core
+from sgl_pipeline.pp_runner.page_store.page_source import PageSource, layer_places
 from sgl_pipeline.pp_runner.page_store.pool_pages import Bytes, PageCopies, PoolPages
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import PageTransfer, TransferJobs
 from sgl_pipeline.wire.store_orders import UINT32, PagesLoaded, PagesSaved, StoreReport
@@ -26,12 +27,13 @@ class _SessionOver(Exception):
 
 
 class StoreSession:
-    """Transfers of `layers` of `stage`.
+    """Transfers of `layers` of `stage` with the store, or from one peer.
 
     Args:
         sizes: bytes of a page of each layer of the model.
         pages: those of `layers`.
-        digest: of the store (`StorePlace`).
+        source: of the loads; the session closes it.
+        store: for saves, into objects of `digest` (`StorePlace`); None: a peer takes none.
         done: takes each report, in the thread of its transfer; never after `end`.
     """
 
@@ -41,15 +43,18 @@ class StoreSession:
         layers: range,
         sizes: Sequence[int],
         pages: PoolPages,
-        store: ObjectStore,
+        source: PageSource,
+        store: ObjectStore | None,
         digest: str,
         jobs: TransferJobs,
         done: Callable[[StoreReport], None],
     ) -> None:
         self._stage, self._layers, self._sizes = stage, layers, sizes
-        self._pages, self._store, self._digest = pages, store, digest
-        # The layers of each object that it writes; it reads no more of an object.
-        self._written_runs = written_runs(layers, is_grouped=store.groups_layers)
+        self._pages, self._source = pages, source
+        self._store, self._digest = store, digest
+        self._is_grouped = store is None or store.groups_layers
+        # The layers of each object that it writes; no more come at once from its source.
+        self._written_runs = written_runs(layers, is_grouped=self._is_grouped)
         self._jobs, self._done = jobs, done
         self._is_over = False
         # The steps that the copies of a transfer come after.
@@ -57,12 +62,12 @@ class StoreSession:
         # Guards the pool, the jobs and the end of the session.
         self._news = threading.Condition()
         buffer_bytes = max(map(self._num_bytes, self._written_runs))
+        works = [("page loads", self._run_loads, pages.copies_in(buffer_bytes))]
+        if store is not None:
+            works.append(("page saves", self._run_saves, pages.copies_out(buffer_bytes)))
         self._threads = [
-            threading.Thread(target=self._run, args=(work, copies), name=name, daemon=True)
-            for name, work, copies in (
-                ("page loads", self._load_next, pages.copies_in(buffer_bytes)),
-                ("page saves", self._save_next, pages.copies_out(buffer_bytes)),
-            )
+            threading.Thread(target=work, args=(copies,), name=name, daemon=True)
+            for name, work, copies in works
         ]
         for thread in self._threads:
             thread.start()
@@ -82,6 +87,7 @@ class StoreSession:
             self._is_over = True
             self._pages.let_steps_follow()
             self._news.notify_all()
+        self._source.interrupt()
 
     def join(self, timeout_s: float) -> None:
         """Returns when the threads of a session that has ended are gone, or after twice
@@ -101,13 +107,28 @@ class StoreSession:
             while True:
                 work(copies)
 
+    def _run_loads(self, copies: PageCopies) -> None:
+        with contextlib.closing(self._source):
+            self._run(self._load_next, copies)
+
+    def _run_saves(self, copies: PageCopies) -> None:
+        self._run(self._save_next, copies)
+
     def _load_next(self, copies: PageCopies) -> None:
         job = self._await_job(self._jobs.next_load)
-        report = self._load(job, copies)
+        report, failure = self._load(job, copies)
         with self._unless_over():
             self._jobs.load_ended()
             self._done(report)
+            if isinstance(failure, PeerLost):
+                self._give_up_loads(failure)
             self._news.notify_all()
+
+    def _give_up_loads(self, failure: PeerLost) -> None:
+        """Reports that the loads behind one fail with it: each would wait as long."""
+        for job in self._jobs.take_loads():
+            del self._steps[job.transfer]
+            self._done(self.refusal(job, str(failure)))
 
     def _save_next(self, copies: PageCopies) -> None:
         job = self._await_job(lambda: self._jobs.next_save(time.monotonic()))
@@ -115,7 +136,7 @@ class StoreSession:
         with self._unless_over():
             self._done(report)
 
-    def _load(self, job: PageTransfer, copies: PageCopies) -> PagesLoaded:
+    def _load(self, job: PageTransfer, copies: PageCopies) -> tuple[PagesLoaded, Exception | None]:
         num_pages, failure = 0, None
         started_s = time.monotonic()
         try:
@@ -126,30 +147,19 @@ class StoreSession:
         except Exception as error:
             failure = error
         copies.wait()  # an error of the device here is also the next step's
-        return self._loaded(job, num_pages, time.monotonic() - started_s, failure)
+        return self._loaded(job, num_pages, time.monotonic() - started_s, failure), failure
 
     def _begin_load(self, job: PageTransfer, copies: PageCopies) -> Iterator[int]:
         """Begins the copies of a load, page by page; gives how many pages have all theirs."""
         copies.begin(self._steps.pop(job.transfer))
-        parts = {cuts: [*object_parts(cuts, self._sizes, self._layers)] for cuts in {*job.cuts}}
-        for index, page in enumerate(job.pages):
-            for part in parts[job.cuts[index]]:
-                content = copies.buffer()
-                self._read(job, index, part, content)
-                self._copy(part.layers, page, copies, content)
-            yield index + 1
-
-    def _read(self, job: PageTransfer, index: int, part: ObjectPart, content: Bytes) -> None:
-        self._store.read_into(
-            object_name(job.hash_of(index), self._digest, part.object_layers),
-            [content[place].data for place in self._places(part.layers)],
-            job.checksums_of(index, part.layers),
-            part.num_bytes,
-            part.offset,
-        )
+        for index, layers, content in self._source.read(job, copies.buffer):
+            self._copy(layers, job.pages[index], copies, content)
+            if layers.stop == self._layers.stop:
+                yield index + 1
 
     def _save(self, job: PageTransfer, copies: PageCopies) -> PagesSaved:
         checksums, busy_s, failure = array(UINT32), 0.0, None
+        assert self._store is not None
         try:
             copies.begin(self._steps.pop(job.transfer))
             for index, page in enumerate(job.pages):
@@ -160,7 +170,7 @@ class StoreSession:
                     self._copy(run, page, copies, content)
                     copies.wait()
                     name = object_name(job.hash_of(index), self._digest, run)
-                    parts = [content[place].data for place in self._places(run)]
+                    parts = [content[place].data for place in layer_places(run, self._sizes)]
                     checksums.extend(self._store.write(name, parts))
                     busy_s += time.monotonic() - started_s
         except _SessionOver:
@@ -172,15 +182,9 @@ class StoreSession:
     def _copy(self, layers: range, page: int, copies: PageCopies, content: Bytes) -> None:
         """Begins the copies between a page of `layers` and a buffer, one by one: the thread of the
         steps waits for the lock at times."""
-        for layer, place in zip(layers, self._places(layers), strict=True):
+        for layer, place in zip(layers, layer_places(layers, self._sizes), strict=True):
             with self._unless_over():
                 copies.copy(layer, page, content, place.start)
-
-    def _places(self, layers: range) -> Iterator[slice]:
-        """The places of layers in a buffer, one behind the other."""
-        start = 0
-        for layer in layers:
-            yield slice(start, start := start + self._sizes[layer])
 
     def _num_bytes(self, layers: range) -> int:
         """Bytes of a page of `layers`."""
@@ -212,7 +216,7 @@ class StoreSession:
             sizes=tuple(self._sizes[self._layers.start : self._layers.stop]),
             checksums=checksums[: num_pages * num_layers].tobytes(),
             busy_s=busy_s,
-            is_grouped=self._store.groups_layers,
+            is_grouped=self._is_grouped,
             message=_text(failure),
         )
 

@@ -23,13 +23,15 @@ CATCH_UP_S = 0.01
 @dataclass(frozen=True, slots=True)
 class PageTransfer:
     """A `LoadPages`, which has checksums [pages * layers of the model] and the cuts of each page,
-    or a `SavePages`."""
+    but not where it has a `source`; or a `SavePages`, whose source is the store too."""
 
     transfer: int
     pages: "array[int]"
     hashes: bytes
     checksums: "array[int] | None" = None
     cuts: tuple[Cuts, ...] = ()
+    source: str = ""
+    offer: int = 0
 
     @property
     def is_load(self) -> bool:
@@ -40,7 +42,7 @@ class PageTransfer:
         return self.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def checksums_of(self, index: int, layers: range) -> "array[int]":
-        """The checksums of `layers` of `pages[index]` of a load."""
+        """The checksums of `layers` of `pages[index]` of a load from the store."""
         assert self.checksums is not None
         first = index * (len(self.checksums) // len(self.pages))
         return self.checksums[first + layers.start : first + layers.stop]
@@ -52,28 +54,42 @@ def page_transfer(order: SavePages | LoadPages, num_pages: int, num_layers: int)
     Raises ProtocolError for pages that the pool does not have or whose cuts are none, and when its
     arrays do not have the same number of pages.
     """
-    pages = _array(INT32, order.pages)
-    checksums = _array(UINT32, order.checksums) if isinstance(order, LoadPages) else None
-    due_checksums = None if checksums is None else len(pages) * num_layers
-    lengths = (len(order.hashes), None if checksums is None else len(checksums))
-    if not pages or lengths != (len(pages) * HASH_BYTES, due_checksums):
-        raise ProtocolError(
-            f"transfer {order.transfer} names {len(pages)} pages, with {lengths[0]} bytes of "
-            f"hashes and {lengths[1] or 0} checksums for {num_layers} layers"
-        )
-    if not 0 <= min(pages) <= max(pages) < num_pages:
-        raise ProtocolError(
-            f"transfer {order.transfer} names pages {min(pages)} to {max(pages)}, the pool has "
-            f"{num_pages}"
-        )
-    if not isinstance(order, LoadPages):
+    title = f"transfer {order.transfer}"
+    pages = named_pages(title, order.pages, order.hashes, num_pages)
+    if isinstance(order, SavePages):
         return PageTransfer(order.transfer, pages, order.hashes)
-    if len(order.cuts) != len(pages) or not all(are_cuts(one, num_layers) for one in order.cuts):
+    checksums = _array(UINT32, order.checksums)
+    if len(checksums) != (0 if order.source else len(pages) * num_layers):
         raise ProtocolError(
-            f"transfer {order.transfer} names {len(pages)} pages whose {num_layers} layers are cut "
-            f"{order.cuts}"
+            f"{title} names {len(pages)} pages of {order.source or 'the store'}, with "
+            f"{len(checksums)} checksums for {num_layers} layers"
         )
-    return PageTransfer(order.transfer, pages, order.hashes, checksums, order.cuts)
+    cuts = order.cuts
+    if not order.source and not (
+        len(cuts) == len(pages) and all(are_cuts(one, num_layers) for one in cuts)
+    ):
+        raise ProtocolError(
+            f"{title} names {len(pages)} pages whose {num_layers} layers are cut {cuts}"
+        )
+    return PageTransfer(
+        order.transfer, pages, order.hashes, checksums, cuts, order.source, order.offer
+    )
+
+
+def named_pages(title: str, pages: bytes, hashes: bytes, num_pages: int) -> "array[int]":
+    """The pages of an order, each of which has one of `hashes`, for a pool of `num_pages`.
+
+    Raises ProtocolError, which begins with the order's `title`, for pages that the pool does not
+    have, and for no pages or another number of hashes.
+    """
+    ids = _array(INT32, pages)
+    if not ids or len(hashes) != len(ids) * HASH_BYTES:
+        raise ProtocolError(f"{title} names {len(ids)} pages, with {len(hashes)} bytes of hashes")
+    if not 0 <= min(ids) <= max(ids) < num_pages:
+        raise ProtocolError(
+            f"{title} names pages {min(ids)} to {max(ids)}, the pool has {num_pages}"
+        )
+    return ids
 
 
 def _array(typecode: str, content: bytes) -> "array[int]":
@@ -97,6 +113,12 @@ class TransferJobs:
 
     def add(self, job: PageTransfer) -> None:
         (self._loads if job.is_load else self._saves).append(job)
+
+    def take_loads(self) -> list[PageTransfer]:
+        """Removes the loads that have not begun."""
+        loads = [*self._loads]
+        self._loads.clear()
+        return loads
 
     def next_load(self) -> PageTransfer | None:
         """The next load, which is under way from here on."""

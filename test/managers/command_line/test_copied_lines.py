@@ -97,8 +97,8 @@ def test_tensor_parallelism_is_what_cannot_be(line: DocumentedLine) -> None:
         parse(line.flags(tp_is_1=False))
 
 
-def test_a_prefill_server_cannot_be() -> None:
-    with pytest.raises(ConfigurationError, match="disaggregation is not built yet"):
+def test_a_prefill_server_has_no_rdma_device() -> None:
+    with pytest.raises(ConfigurationError, match=r"-ib-device mlx5_bond_0.* it is for RDMA"):
         parse(PREFILL_SERVER.flags())
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -71,6 +72,42 @@ def test_an_error_in_mid_stream_carries_the_status_that_upstream_looks_for(
 
 def test_an_abort_by_the_client_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(replies_of(aborted(None), monkeypatch=monkeypatch)) == 1
+
+
+def test_upstreams_bootstrap_server_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        TokenizerManager, "__init__", lambda self, *arguments, **more: asked.update(more)
+    )
+    GuardedTokenizerManager(None, None)
+    assert asked == {"start_pd_bootstrap_service": False}
+
+
+@pytest.mark.parametrize("mode", [*DisaggregationMode])
+def test_a_decode_server_leaves_log_probabilities_of_the_prompt_to_prefill(
+    mode: DisaggregationMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed: list[GenerateReqInput] = []
+
+    async def noted(self: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        passed.append(obj)
+        yield {"text": "a"}
+
+    monkeypatch.setattr(TokenizerManager, "generate_request", noted)
+    manager = GuardedTokenizerManager.__new__(GuardedTokenizerManager)
+    manager.context_len, manager.disaggregation_mode = 100, mode
+    route = SimpleNamespace(url=SimpleNamespace(path="/generate"))
+    fields = {"bootstrap_host": "h", "bootstrap_room": 7, "logprob_start_len": 0}
+    asked = GenerateReqInput(text="x", sampling_params={"n": 2}, **fields)
+
+    async def run() -> None:
+        async for _ in manager.generate_request(asked, route):
+            pass
+
+    asyncio.run(run())
+    (sent,) = passed
+    assert sent.bootstrap_room == [7, 8] and sent.text == ["x", "x"]
+    assert sent.logprob_start_len == (None if mode is DisaggregationMode.DECODE else 0)
 
 
 class _Tokenizer:

@@ -11,10 +11,17 @@ from support.front_model import byte_tokenizer
 from support.upstream_front import UpstreamFront, generate
 
 from sgl_pipeline.args import HOST_BACKEND
+from sgl_pipeline.args.disaggregation_args import Mode
 from sgl_pipeline.errors import QueueFullError
-from sgl_pipeline.managers.front.sglang_io import AbortRequest, ControlRequest, rids_of
+from sgl_pipeline.managers.front.room_fields import RoomFields
+from sgl_pipeline.managers.front.sglang_io import (
+    AbortRequest,
+    ControlRequest,
+    RefusedRoom,
+    rids_of,
+)
 from sgl_pipeline.managers.grammars.spec import GrammarSpec
-from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import TokenEvent
 
 TOKENIZER = byte_tokenizer()
@@ -71,6 +78,21 @@ def test_requests_arrive_one_by_one_and_in_batches(upstream: UpstreamFront) -> N
         received += receive(upstream)
     assert [request.request_id for request in received] == ["a", "b", "c"]
     assert upstream.front.live_requests == received
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_the_room_of_a_refused_request_is_handed_out_for_its_other_server(mode: Mode) -> None:
+    upstream = UpstreamFront(rooms=RoomFields(mode))
+    room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 7}
+    upstream.send(generate("r1", [100_000], **room))
+    (refused,) = receive(upstream)
+    peer = "h:1" if mode == "decode" else ""
+    status, text = abort_reason(upstream.output())
+    assert refused == RefusedRoom(Room(7, peer), text, 400) and status == 400
+    upstream.send(generate("r2", "hello"))
+    assert receive(upstream) == []
+    assert "bootstrap_room" in abort_reason(upstream.output())[1]
+    upstream.close()
 
 
 def test_a_refused_request_is_answered_and_never_handed_out(upstream: UpstreamFront) -> None:

@@ -1,12 +1,18 @@
 from pathlib import Path
 
+import msgspec
 import pytest
-from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
+from sglang.srt.managers.load_snapshot import (
+    DisaggregationMetrics,
+    LoadSnapshot,
+    ShmLoadSnapshotReader,
+)
 from support.pipelines import FakePipeline, make_request
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.reports.load_report import LoadReport, loads_path
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
+from sgl_pipeline.pipeline.pipeline_state import RoomsState
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
@@ -51,6 +57,32 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     pipeline.drain()
     assert published(103.0).cache_hit_rate == round(8 / 22, 4)
     reader.close()
+    report.close()
+
+
+def test_a_report_has_upstreams_counts_of_rooms(tmp_path: Path) -> None:
+    args = SchedulingArgs(page_size=4)
+    policy = make_policy(ThrottleArgs(policy="sarathi"))
+    steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
+    pipeline = FakePipeline(steps, page_size=4)
+    capacity = PipelineCapacity(StagePlan(0, (1,)), None, 10, (stage(GIB),), "torch", "torch", GIB)
+    report = LoadReport(loads_path(str(tmp_path)), args, capacity, "decode")
+    state = pipeline.core.state(100.0, compiling_requests=0)
+    assert report.publish(state).disaggregation == DisaggregationMetrics("decode")
+    rooms = RoomsState(
+        mode="decode",
+        num_peers=1,
+        bootstrap_requests=3,
+        transfer_requests=4,
+        transferred=2,
+        transfer_s=0.5,
+        loaded_bytes=2 * GIB,
+    )
+    for mode, queues in (("decode", (0, 0, 3, 4)), ("prefill", (3, 4, 0, 0))):
+        with_rooms = msgspec.structs.replace(state, rooms=msgspec.structs.replace(rooms, mode=mode))
+        assert report.publish(with_rooms).disaggregation == DisaggregationMetrics(
+            "decode", *queues, kv_transfer_speed_gb_s=4.0, kv_transfer_latency_ms=250.0
+        )
     report.close()
 
 

@@ -14,6 +14,7 @@ from sgl_pipeline.managers.reports.server_info import (
     summarize_start,
 )
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
+from sgl_pipeline.pipeline.pipeline_state import RoomsState
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import StageLoaded
@@ -66,6 +67,14 @@ def test_how_many_stages_serve_is_said_beside_how_many_should() -> None:
     assert (facts["num_stages"], facts["layer_partition"], facts["total_pages"]) == (1, [4], 3)
     line = status_line(core.state(2.0), core.state(3.0))
     assert line.startswith("step 0, 1 of 2 stages: waiting")
+
+
+def test_rooms_are_described() -> None:
+    state = movable_core(2, 2).state(10.0)
+    assert describe_state(state)["rooms"] is None
+    rooms = RoomsState(mode="prefill", num_peers=1, bootstrap_requests=2, transfer_requests=3)
+    described = describe_state(msgspec.structs.replace(state, rooms=rooms))["rooms"]
+    assert (described["mode"], described["transfer_requests"]) == ("prefill", 3)
 
 
 def test_a_store_is_described_and_in_the_line() -> None:

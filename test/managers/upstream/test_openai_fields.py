@@ -176,6 +176,16 @@ def test_what_needs_a_flag_is_refused_without_it(path: str, fields: dict[str, An
     assert why(path, ALL_BUILT, **fields) is None
 
 
+@pytest.mark.parametrize("path", MODELS)
+def test_a_server_with_a_role_takes_what_a_router_adds(path: str) -> None:
+    fields = {"bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": [0, 1]}
+    role = ServedFeatures(
+        parses_tool_calls=True, has_completion_template=True, is_disaggregated=True
+    )
+    assert why(path, role, **fields, disagg_prefill_dp_rank=0) is None
+    assert "without --disaggregation-mode" in str(why(path, **fields))
+
+
 def test_every_rule_is_tried() -> None:
     tried = {(path, next(iter(fields))) for path, fields in REFUSED}
     tried |= {(CHAT, "tools"), (COMPLETIONS, "suffix")}

@@ -9,6 +9,7 @@ from sgl_pipeline.managers.upstream.request_checks import (
     check_decodable,
     check_inputs,
     check_logprob_lists,
+    check_rooms,
     check_sequences,
 )
 
@@ -154,3 +155,39 @@ def test_logprob_options_for_all_prompts_or_for_each_pass() -> None:
         check_logprob_lists(GenerateReqInput(text=["x", "y"], **fields))
     check_logprob_lists(GenerateReqInput(input_ids=[5, 6], token_ids_logprob=[1, 2, 3]))
     check_logprob_lists(GenerateReqInput(text="x", token_ids_logprob=[]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"bootstrap_host": 5}, "bootstrap_host"),
+        ({"bootstrap_port": "80"}, "bootstrap_port"),
+        ({"bootstrap_room": "7"}, "bootstrap_room"),
+        ({"bootstrap_room": True}, "bootstrap_room"),
+        ({"bootstrap_room": 2**63}, "bootstrap_room"),
+        ({"bootstrap_room": [1, "2"]}, "bootstrap_room"),
+        ({"bootstrap_room": []}, "bootstrap_room: 0 entries for 2 prompts"),
+        ({"bootstrap_room": [1, 2, 3]}, "bootstrap_room: 3 entries for 2 prompts"),
+        ({"bootstrap_port": [1] * 5}, "bootstrap_port: 5 entries for 2 prompts"),
+    ],
+)
+def test_a_routers_fields_are_of_their_types_and_one_for_each(
+    fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RefusedRequestError, match=named):
+        check_rooms(GenerateReqInput(text=["a", "b"], sampling_params={"n": 2}, **fields))
+
+
+@pytest.mark.parametrize("rooms", [None, 7, [1, 2], [1, None], [1, 2, 3, 4]])
+def test_a_router_may_give_one_room_or_one_for_each_prompt_or_sample(rooms: Any) -> None:
+    hosts = ["h"] * len(rooms) if isinstance(rooms, list) else "h"
+    check_rooms(
+        GenerateReqInput(
+            text=["a", "b"],
+            sampling_params=[{"n": 2}, {"n": 2}],
+            bootstrap_host=hosts,
+            bootstrap_room=rooms,
+        )
+    )
+    check_rooms(GenerateReqInput(text="a", bootstrap_room=[5]))
+    check_rooms(EmbeddingReqInput(text="a"))

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from support.page_transfers import (
+    NOWHERE,
     NUM_PAGES,
     PLACE,
     await_reports,
@@ -55,7 +56,7 @@ class Server:
         self.records = open_pages(self.place, 3)
         self.pools = [filled_pool(range(3), SHAPES, stage) for stage in range(2)]
         self.stages = [
-            PageTransfers(stage, self.pools[stage], lambda: self.plan, lambda: True)
+            PageTransfers(stage, self.pools[stage], lambda: self.plan, lambda: True, NOWHERE)
             for stage in range(2)
         ]
         self.use(self.place)

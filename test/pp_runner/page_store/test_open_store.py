@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import torch
 from support.page_transfers import (
+    NOWHERE,
     PLACE,
     await_reports,
     checksums_of,
@@ -28,12 +29,12 @@ def test_pages_go_to_files_and_come_back(tmp_path: Path) -> None:
     shapes = shapes_of(torch.int8, num_layers=2)
     source, target = filled_pool(range(2), shapes, 1), filled_pool(range(2), shapes, 2)
     pages = [*range(source.num_pages)]
-    there = PageTransfers(0, source, lambda: PLAN, lambda: True)
+    there = PageTransfers(0, source, lambda: PLAN, lambda: True, NOWHERE)
     there.obey(UseStore(place))
     there.obey(save_order(1, pages, pages))
     (saved,) = await_reports(there)
     assert saved.message == "" and saved.num_pages == len(pages)
-    back = PageTransfers(0, target, lambda: PLAN, lambda: True)
+    back = PageTransfers(0, target, lambda: PLAN, lambda: True, NOWHERE)
     back.obey(UseStore(place))
     assert len([*tmp_path.glob("kv/*.bin")]) == len(pages)
     back.obey(load_order(1, pages, pages, checksums_of(saved), (0,)))
@@ -53,7 +54,7 @@ def test_a_disk_keeps_the_free_space_that_its_place_names(tmp_path: Path) -> Non
     pool = filled_pool(range(2), shapes_of(torch.int8), 1)
     place = msgspec.structs.replace(PLACE, backend="file", address=str(tmp_path / "kv"))
     for min_free_bytes, num_saved in ((0, 1), (1 << 60, 0)):
-        transfers = PageTransfers(0, pool, lambda: PLAN, lambda: True)
+        transfers = PageTransfers(0, pool, lambda: PLAN, lambda: True, NOWHERE)
         transfers.obey(UseStore(msgspec.structs.replace(place, min_free_bytes=min_free_bytes)))
         transfers.obey(save_order(1, [0], [0]))
         assert await_reports(transfers)[0].num_pages == num_saved
@@ -63,7 +64,7 @@ def test_a_disk_keeps_the_free_space_that_its_place_names(tmp_path: Path) -> Non
 def test_a_stage_without_its_folder_fails_its_transfers_alone(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("not a page")
     pool = filled_pool(range(2), shapes_of(torch.int8), 1)
-    transfers = PageTransfers(0, pool, lambda: PLAN, lambda: True)
+    transfers = PageTransfers(0, pool, lambda: PLAN, lambda: True, NOWHERE)
     transfers.obey(UseStore(msgspec.structs.replace(PLACE, backend="file", address=str(tmp_path))))
     transfers.obey(save_order(1, [0], [0]))
     transfers.obey(load_order(2, [1], [1], [0, 0]))

@@ -15,13 +15,16 @@ import msgspec
 import pytest
 import torch
 import zmq
+from support.clusters import host_directory, until
 from support.local_pipeline import QueueLink, open_stage
-from support.page_transfers import PLACE, WAIT_S, Gate, MemoryStore, load_order, save_order
+from support.page_transfers import NOWHERE, PLACE, WAIT_S, Gate, MemoryStore, load_order, save_order
+from support.peers import offer_order
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner import ready_stage
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
+from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite
 from sgl_pipeline.pp_runner.ready_stage import ReadyStage
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.worker_inbox import WorkerInbox
@@ -41,7 +44,7 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderStream, StageOrder
 from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
-from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, UseStore
+from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, UseStore, WithdrawPages
 
 PLAN, LAYERS = StagePlan(0, (6,)), 6
 
@@ -69,11 +72,17 @@ class IdleMover:
 
 
 class Stage:
-    """A stage of the tiny model, ready, with `store`."""
+    """A stage of the tiny model, ready, with `store`, which peers reach at `site`."""
 
     def __init__(
-        self, channel: WorkerEnd, store: MemoryStore, plan: StagePlan = PLAN, stage: int = 0
+        self,
+        channel: WorkerEnd,
+        store: MemoryStore,
+        plan: StagePlan = PLAN,
+        stage: int = 0,
+        site: PeerSite = NOWHERE,
     ) -> None:
+        self.may_start = True
         self.rows: deque = deque()
         link = QueueLink(self.rows, deque())
         self.runner = open_stage(tiny_model("llama"), plan, stage, link, num_pages=8)
@@ -81,7 +90,8 @@ class Stage:
             stage,
             self.runner.held_layers.kv_pool,
             lambda: plan,
-            lambda: True,
+            lambda: self.may_start,
+            site,
             lambda place, sizes: store,
         )
         self.mover: Any = IdleMover(lambda: self.transfers.is_open)
@@ -101,13 +111,18 @@ class LiveStage(Stage):
     """It serves in a thread of its own, until `leave`."""
 
     def __init__(
-        self, directory: Path, store: MemoryStore, plan: StagePlan = PLAN, stage: int = 0
+        self,
+        directory: Path,
+        store: MemoryStore,
+        plan: StagePlan = PLAN,
+        stage: int = 0,
+        site: PeerSite = NOWHERE,
     ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = f"ipc://{directory}/channel"
         self.scheduler = SchedulerChannel(self.context, address)
         self.channel = WorkerChannel(self.context, address, 0)
-        super().__init__(self.channel, store, plan, stage)
+        super().__init__(self.channel, store, plan, stage, site)
         self.channel.send(WorkerHello(
             worker=0, host="", cores=(), num_gpus=0, memory_bytes=0, version=""
         ))  # fmt: skip
@@ -143,8 +158,10 @@ def _no_timed_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def live_stage(directory: Path, store: MemoryStore, *split: Any) -> Iterator[LiveStage]:
-    stage = LiveStage(directory, store, *split)
+def live_stage(
+    directory: Path, store: MemoryStore, *split: Any, **site: PeerSite
+) -> Iterator[LiveStage]:
+    stage = LiveStage(directory, store, *split, **site)
     try:
         yield stage
     finally:
@@ -278,6 +295,46 @@ def test_a_page_that_was_loaded_in_time_belongs_to_the_handover() -> None:
     assert stage.mover.noted == [("wrote", (3,)), ("FinishHandover", False)]
     assert [one.num_pages for one in channel.sent if isinstance(one, PagesLoaded)] == [1]
     stage.transfers.close()
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    [SwitchPlan(1, PLAN), Regroup(1, PLAN, ()), FinishHandover(0), UseStore(None)],
+    ids=["switch", "regroup", "handover", "another store"],
+)
+def test_offers_are_made_in_the_stream_and_forgotten_where_transfers_are(
+    tmp_path: Path, interrupt: SwitchPlan | Regroup | FinishHandover | UseStore
+) -> None:
+    stream, seen = OrderStream(), list[object]()
+    first = [stream.seal(offer_order(number, [7], [20])) for number in (4, 5)]
+    first.append(stream.seal(WithdrawPages(5)))
+    end = stream.seal(interrupt) if isinstance(interrupt, SwitchPlan | UseStore) else interrupt
+    again = stream.seal(offer_order(4, [7], [20]))
+
+    def look() -> None:
+        seen.append([stage.transfers._offers._offered.is_offered(number) for number in (4, 5)])
+
+    channel = ScriptedChannel([*first, look, end, look, again, look, Shutdown()])
+    stage = Stage(channel, MemoryStore(), site=PeerSite(host_directory(tmp_path / "run"), "door"))
+    stage.mover._look = look
+    stage.ready.serve()
+    at_the_mover = [] if isinstance(interrupt, UseStore) else [[False, False]]
+    assert seen == [[True, False], *at_the_mover, [False, False], [True, False]]
+    assert channel.sent == []
+    stage.transfers.close()
+
+
+def test_a_stage_without_work_makes_an_offer_when_pages_have_arrived(tmp_path: Path) -> None:
+    site = PeerSite(host_directory(tmp_path / "run"), "door")
+    with live_stage(tmp_path, MemoryStore(), site=site) as stage:
+        offers = stage.transfers._offers
+        stage.may_start, stage.mover.is_open = False, True  # layers have moved, not all pages
+        stage.order(offer_order(4, [7], [20]))
+        until(lambda: offers.has_held_back)
+        assert not offers._offered.is_offered(4)
+        stage.may_start = True
+        until(lambda: offers._offered.is_offered(4))
+        stage.mover.is_open = False
 
 
 def test_a_transfer_without_a_store_breaks_the_protocol() -> None:

@@ -69,7 +69,7 @@ ELSEWHERE: dict[str, str] = {
     "lm_eval_kit": "lm-eval itself is run by benchmark/clients",
     "matched_stop_kit": "run by test_matched_stop.py",
     "mmmu_vlm_kit": _IMAGES,
-    "pd_parity_kit": "prefill/decode disaggregation is refused at start",
+    "pd_parity_kit": "needs two servers; test_disaggregation.py compares them with one",
     "perf_bench_kit": _FIGURES,
     "prefix_cache_branching_kit": _HYBRID + "; a cache of pages hits a request earlier",
     "reasoning_kit": "run by test_reasoning.py",

@@ -1,0 +1,503 @@
+"""A request's prompt is computed on one server and its tokens drawn on another."""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from support.paired_servers import IDENTITY, DecodeServer, PrefillServer, RoomWorld, room_request
+from support.stored_pipeline import PAGE_SIZE, MemoryStore, right_output
+
+from sgl_pipeline.disaggregation import half_rooms
+from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S
+from sgl_pipeline.disaggregation.prefill_servers import (
+    MOST_PEERS,
+    UNREACHABLE_S,
+    PrefillServers,
+)
+from sgl_pipeline.disaggregation.room_limits import RoomLimits
+from sgl_pipeline.disaggregation.room_messages import End, Got, PeerWelcome, Ready, Want
+from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
+from sgl_pipeline.errors import RequestError
+from sgl_pipeline.requests import LogprobSpec, Request, Room
+from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
+
+PROMPT = [token % 7 for token in range(3, 40)]
+WHOLE_PAGES = len(PROMPT) // PAGE_SIZE
+LIMITS = RoomLimits(bootstrap_timeout_s=20.0, waiting_timeout_s=20.0, reserved_tokens=4)
+FALLS_BACK = RoomLimits(reserved_tokens=4, falls_back=True)
+Pair = tuple[RoomWorld, PrefillServer, DecodeServer]
+
+
+def pair(
+    limits: RoomLimits = LIMITS,
+    prefill_layers: tuple[int, ...] = (3, 3),
+    decode_layers: tuple[int, ...] = (2, 4),
+    prefill_pages: int = 32,
+    decode_pages: int = 32,
+    store: MemoryStore | None = None,
+) -> Pair:
+    world = RoomWorld(Random(0), limits)
+    prefill = world.add(PrefillServer, "p:1", prefill_layers, prefill_pages)
+    decode = world.add(DecodeServer, "d", decode_layers, decode_pages, store=store)
+    return world, prefill, decode
+
+
+def prefill_half(world: RoomWorld, number: int, prompt: list[int] = PROMPT) -> Request:
+    request = room_request(f"p{number}", prompt, 1, Room(number))
+    world.submit(world.prefills()[0], request)
+    return request
+
+
+def decode_half(
+    world: RoomWorld, number: int, prompt: list[int] = PROMPT, max_new_tokens: int = 5
+) -> Request:
+    request = room_request(f"d{number}", prompt, max_new_tokens, Room(number, "p:1"))
+    world.submit(world.decodes()[0], request)
+    return request
+
+
+def both(world: RoomWorld, prompt: list[int] = PROMPT) -> tuple[Request, Request]:
+    number = world.new_room()
+    return prefill_half(world, number, prompt), decode_half(world, number, prompt)
+
+
+def step(world: RoomWorld, turns: int = 20, *, transfers: bool = True) -> None:
+    for _ in range(turns):
+        world.now_s += 0.05
+        for server in world.servers:
+            world.turn(server)
+            world.run_stages(server, transfers=transfers or isinstance(server, PrefillServer))
+
+
+def wait(world: RoomWorld, seconds: float) -> None:
+    step(world, int(seconds / 0.05) + 2)
+
+
+def error_of(request: Request) -> tuple[str, int | None]:
+    assert request.finish is not None and request.finish.kind == "abort"
+    return request.finish.message, request.finish.status_code
+
+
+@pytest.mark.parametrize(
+    "layers", [((6,), (6,)), ((3, 3), (6,)), ((6,), (2, 4)), ((1, 5), (2, 1, 3))]
+)
+def test_any_depth_reads_the_pages_of_any_other(
+    layers: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    world, prefill, decode = pair(prefill_layers=layers[0], decode_layers=layers[1])
+    first, second = both(world)
+    world.run()
+    world.check()
+    assert first.finish is not None and first.finish.kind == "length"
+    assert second.output_ids == right_output(PROMPT, 5)
+    assert decode.core.history.prefill_tokens == len(PROMPT) - WHOLE_PAGES * PAGE_SIZE
+    assert decode.tier.arrivals.counts.loaded_pages == WHOLE_PAGES
+    assert decode.rooms.counts.num_transferred == prefill.rooms.counts.num_transferred == 1
+
+
+def test_a_prompt_without_a_whole_page_is_computed_where_it_is() -> None:
+    world, _, decode = pair()
+    both(world, PROMPT[:3])
+    world.run()
+    world.check()
+    assert decode.rooms.counts.num_transferred == 1
+    assert decode.tier.arrivals.counts.loaded_pages == 0
+
+
+def test_what_the_decode_server_has_is_not_read_again() -> None:
+    world, _, decode = pair()
+    both(world)
+    world.run()
+    both(world, [*PROMPT, *PROMPT])
+    world.run()
+    world.check()
+    assert decode.tier.arrivals.counts.loaded_pages == 2 * len(PROMPT) // PAGE_SIZE
+
+
+def test_the_cached_tokens_reported_are_those_of_the_prefill_server() -> None:
+    world, prefill, decode = pair()
+    _, second = both(world)
+    world.run()
+    assert second.cached_tokens == 0
+    prefill.core.scheduler.flush_cache()
+    _, third = both(world)
+    world.run()
+    assert third.cached_tokens == 0
+    # Computed once there, and read by a server that has nothing any more.
+    decode.core.scheduler.flush_cache()
+    _, fourth = both(world)
+    world.run()
+    assert fourth.cached_tokens == WHOLE_PAGES * PAGE_SIZE and fourth.loaded_tokens == 0
+    assert decode.core.scheduler.num_cached_tokens == 3 * WHOLE_PAGES * PAGE_SIZE
+
+
+def test_pages_that_crossed_are_saved_by_whoever_has_a_store() -> None:
+    store = MemoryStore()
+    world, _, decode = pair(store=store)
+    both(world)
+    world.run()
+    step(world)
+    assert decode.tier.counts.saved_tokens >= WHOLE_PAGES * PAGE_SIZE
+    assert decode.tier.counts.loaded_tokens == 0
+
+
+def test_log_probabilities_of_the_prompt_leave_nothing_to_read() -> None:
+    world, _, decode = pair()
+    number = world.new_room()
+    prefill_half(world, number)
+    request = room_request("d", PROMPT, 2, Room(number, "p:1"))
+    request.logprobs = LogprobSpec(0)
+    decode.rooms.check(request)
+    decode.core.scheduler.add(request)
+    decode.rooms.opened(request, world.now_s)
+    decode.core.is_held = True  # it would have to draw rows
+    step(world, 4)
+    assert decode.rooms.counts.num_transferred == 1 and decode.tier.arrivals.num_held == 0
+
+
+# What operators see
+
+
+def test_each_phase_of_a_room_is_explained() -> None:
+    world, prefill, decode = pair()
+    second = decode_half(world, 1)
+
+    def explained(server: PrefillServer | DecodeServer, request: Request) -> tuple[str, str]:
+        explanation = server.core.scheduler.explain(request.request_id)
+        assert explanation is not None
+        return explanation.rule, explanation.text
+
+    third = decode_half(world, 9, [5])
+    step(world, 4)
+    queue = decode.core.scheduler.explain_queue(2)
+    assert [one.text for _, one in queue] == ["another server computes its prompt"] * 2
+    world.abort(decode, third)
+    step(world, 1)
+    assert explained(decode, second) == ("loading", "another server computes its prompt")
+    assert decode_state(decode.rooms, decode.tier).bootstrap_requests == 1
+    prefill_half(world, 1)
+    step(world, 20, transfers=False)
+    rule, text = explained(decode, second)
+    assert rule == "loading"
+    assert text == f"0 of the {WHOLE_PAGES} pages of its prompt are here, more are loaded from p:1"
+    state = decode_state(decode.rooms, decode.tier)
+    assert (state.bootstrap_requests, state.transfer_requests) == (0, 1)
+    assert state.promised_pages == WHOLE_PAGES
+    held = prefill_state(prefill.rooms, prefill.tier)
+    assert held.held_pages == WHOLE_PAGES and held.transfer_requests == 1
+    # Counted as used on both sides.
+    load = decode.core.scheduler.load()
+    assert load.free_pages == 32 - WHOLE_PAGES
+    assert prefill.core.scheduler.load().free_pages <= 32 - WHOLE_PAGES
+    world.run()
+    world.check()
+
+
+def test_the_decode_reserve_counts_requests_under_load() -> None:
+    world, _, decode = pair()
+    before = decode.core.scheduler.load().reserved_pages
+    number = world.new_room()
+    prefill_half(world, number)
+    decode_half(world, number, max_new_tokens=60)
+    step(world, 2)
+    assert decode.core.scheduler.load().reserved_pages == before, "nothing is promised yet"
+    step(world, 18, transfers=False)
+    assert decode.core.scheduler.load().reserved_pages > before
+
+
+def test_a_prefill_server_admits_none_while_others_read_too_slowly() -> None:
+    limits = RoomLimits(held_share=0.2, reserved_tokens=4)
+    world, prefill, _ = pair(limits)
+    both(world)
+    step(world, 20, transfers=False)
+    behind = prefill_half(world, world.new_room(), [1, *PROMPT])
+    step(world, 5, transfers=False)
+    explanation = prefill.core.scheduler.explain(behind.request_id)
+    assert explanation is not None and explanation.rule == "held-pages"
+    assert f"{WHOLE_PAGES} pages are held for transfer" in explanation.text
+    step(world)
+    assert behind.finish is not None
+
+
+def test_a_load_leaves_the_pages_that_running_requests_will_need() -> None:
+    limits = RoomLimits(reserved_tokens=40)
+    world, _, decode = pair(limits, decode_pages=24)
+    first, second = world.new_room(), world.new_room()
+    prefill_half(world, first)
+    running = decode_half(world, first, max_new_tokens=40)
+    while not running.output_ids:
+        step(world, 1)
+    prefill_half(world, second, [1, *PROMPT])
+    waiting = decode_half(world, second, [1, *PROMPT])
+    step(world, 3)
+    progress = decode.tier.arrivals.progress(waiting)
+    assert progress is not None and progress.endswith("when there is room for them")
+    world.run()
+    world.check()
+    assert decode.core.scheduler.num_retractions == 0
+
+
+def test_a_retracted_request_comes_before_new_loads() -> None:
+    world, _, decode = pair(RoomLimits(reserved_tokens=1), decode_pages=24)
+    for number in (1, 2):
+        prefill_half(world, number, [number, *PROMPT])
+        decode_half(world, number, [number, *PROMPT], max_new_tokens=30)
+    world.run()
+    assert decode.core.scheduler.num_retractions > 0
+    world.check()
+
+
+# Ends
+
+
+def test_a_client_that_leaves_one_server_leaves_the_other() -> None:
+    world, prefill, decode = pair()
+    first, second = both(world)
+    prefill.core.is_held = True  # so that the prompt is not computed
+    step(world, 4)
+    world.abort(decode, second)
+    step(world, 4)
+    assert error_of(first) == ("the client is gone", 499)
+    third, fourth = both(world)
+    step(world, 4)
+    world.abort(prefill, third)
+    step(world, 4)
+    assert error_of(fourth) == ("the client is gone", 499)
+    prefill.core.is_held = False
+    world.run()
+    world.check()
+
+
+def test_a_half_that_is_refused_ends_the_other_one_with_the_same_words() -> None:
+    world, _, _ = pair(prefill_pages=8)
+    number = world.new_room()
+    second = decode_half(world, number)
+    step(world, 4)
+    first = prefill_half(world, number)
+    step(world, 8)
+    assert error_of(second) == error_of(first) and error_of(second)[1] == 400
+    # The other way round, and late.
+    world, _, _ = pair(decode_pages=8)
+    second = decode_half(world, 7)
+    step(world, 8)
+    first = prefill_half(world, 7)
+    assert error_of(first) == error_of(second) and error_of(first)[1] == 400
+    world.check()
+
+
+def test_a_room_belongs_to_one_request() -> None:
+    world, prefill, decode = pair()
+    both(world)
+    for server, peer in ((prefill, ""), (decode, "p:1")):
+        again = room_request("again", PROMPT, 1, Room(1, peer))
+        with pytest.raises(RequestError, match="bootstrap_room 1 belongs to another request"):
+            server.rooms.check(again)
+        assert again.room is not None
+        server.rooms.refused(again.room, "in use", 400, world.now_s)
+    world.run()
+    world.check()
+    assert decode.rooms.counts.num_transferred == 1
+
+
+def test_a_request_whose_half_never_comes_ends_by_name() -> None:
+    world, prefill, _ = pair()
+    second = decode_half(world, 1)
+    wait(world, LIMITS.bootstrap_timeout_s)
+    message, status = error_of(second)
+    assert status == 503 and "20 s" in message
+    prefill_half(world, 2)
+    step(world)
+    assert prefill.tier.held.num_pages == WHOLE_PAGES
+    wait(world, LIMITS.bootstrap_timeout_s)
+    assert prefill.tier.held.num_pages == 0
+    # Whoever comes later hears it at once.
+    late = decode_half(world, 2)
+    step(world, 8)
+    assert error_of(late)[0] == "no decode server has asked for the room for 20 s"
+    world.check()
+
+
+def test_pages_that_are_not_read_in_time_are_let_go() -> None:
+    world, prefill, decode = pair()
+    _, second = both(world)
+    step(world, 20, transfers=False)
+    step(world, int(LIMITS.waiting_timeout_s / 0.05) + 10, transfers=False)
+    message, status = error_of(second)
+    assert status == 503 and "20 s" in message
+    assert prefill.tier.held.num_pages == 0
+    # A load that nobody waits for any more, and that hangs, is cut off.
+    step(world, int(ORPHAN_S / 0.05) + 10, transfers=False)
+    assert decode.tier.loads.loading_pages == 0
+    world.run()
+    world.check()
+
+
+def test_pages_that_a_server_does_not_give_after_all_fail_the_request() -> None:
+    world, prefill, decode = pair(RoomLimits(reserved_tokens=4))
+    _, second = both(world)
+    while second.finish is None:
+        world.now_s += 0.05
+        for server in world.servers:
+            world.turn(server)
+            world.run_stages(server, transfers=False)
+        for stage in decode.stages:
+            while stage.transfers:
+                decode.end_transfer(stage.stage, can_write=False)
+    assert abs(world.now_s - MISSING_S) < 2.0
+    message, status = error_of(second)
+    assert status == 503 and "not offered" in message
+    world.run()
+    # `check` takes such an end for a fault of ours.
+    assert prefill.tier.held.num_pages == 0
+
+
+def test_a_stage_that_is_lost_with_held_pages_fails_their_requests() -> None:
+    world, prefill, _ = pair()
+    first, second = both(world)
+    step(world, 20, transfers=False)
+    prefill.lose(0)
+    step(world)
+    assert error_of(second) == (
+        "a stage of the prefill server was lost with the prompt's pages",
+        503,
+    )
+    assert first.finish is not None and first.finish.kind == "length"
+    world.check()
+
+
+def test_layers_that_move_are_read_where_they_are() -> None:
+    world, prefill, decode = pair()
+    _, second = both(world)
+    step(world, 20, transfers=False)
+    prefill.core.is_held = True
+    step(world, 3, transfers=False)
+    prefill.move_layers((1, 5))
+    prefill.core.is_held = False
+    world.run()
+    world.check()
+    assert second.output_ids == right_output(PROMPT, 5)
+    assert decode.rooms.counts.num_transferred == 1
+
+
+def test_a_server_out_of_reach_fails_its_requests_soon() -> None:
+    world, _, _ = pair()
+    world.unreachable.add("p:1")
+    second = decode_half(world, 1)
+    wait(world, UNREACHABLE_S + 2.0)
+    assert error_of(second) == ("the prefill server failed: refused", 503)
+    world.check()
+
+
+def test_a_silent_server_fails_its_requests_soon() -> None:
+    world, _, decode = pair()
+    _, second = both(world)
+    world.prefills()[0].core.is_held = True
+    step(world, 4)
+    for _ in range(int(LIMITS.silence_s / 0.05) + 25):
+        world.now_s += 0.05
+        world.turn(decode)
+    assert error_of(second) == ("the prefill server failed: p:1 is silent", 503)
+
+
+def test_a_decode_server_computes_the_prompt_if_it_may() -> None:
+    world, prefill, decode = pair(FALLS_BACK)
+    world.unreachable.add("p:1")
+    second = decode_half(world, 1)
+    wait(world, UNREACHABLE_S + 2.0)
+    assert second.output_ids == right_output(PROMPT, 5)
+    assert decode.rooms.counts.num_computed_here == 1
+    # An error that is the request's own is one.
+    world.unreachable.clear()
+    world.submit(prefill, room_request("p2", [], 1, Room(2)))
+    refused = decode_half(world, 2)
+    wait(world, 3.0)
+    assert error_of(refused)[1] == 400
+    # Its other half is not held.
+    first = prefill_half(world, 1)
+    step(world)
+    assert first.finish is not None and first.finish.kind == "length"
+    assert prefill.tier.held.num_pages == 0
+    world.check()
+
+
+def test_messages_of_a_session_that_is_over_have_no_effect() -> None:
+    world, prefill, decode = pair()
+    first, second = both(world)
+    prefill.core.is_held = True
+    step(world, 4)
+    old = world.streams[0]
+    old.is_cut = True
+    step(world, 4)
+    assert error_of(second)[1] == error_of(first)[1] == 503
+    prefill.core.is_held = False
+    both(world)
+    step(world, 8)
+    decode.rooms.take(old.number, Ready(room=2, num_pages=1, cached_tokens=0), world.now_s)
+    decode.rooms.take(old.number, End(2, "late", 500), world.now_s)
+    for late in (Want(2), Got(2), End(2, "late", 500)):
+        prefill.rooms.take(old.number, late, world.now_s)
+    world.run()
+    world.check()
+    assert decode.rooms.counts.num_transferred == 1
+
+
+def test_the_number_of_prefill_servers_is_bounded() -> None:
+    world, _, decode = pair()
+    for number in range(MOST_PEERS):
+        world.submit(decode, room_request(f"r{number}", PROMPT, 1, Room(number, f"x{number}:1")))
+    one_more = room_request("one", PROMPT, 1, Room(MOST_PEERS, "y:1"))
+    world.submit(decode, one_more)
+    message, status = error_of(one_more)
+    assert status == 503 and str(MOST_PEERS) in message
+    wait(world, UNREACHABLE_S + 2.0)
+    wait(world, LIMITS.bootstrap_timeout_s)
+    again = room_request("again", PROMPT, 1, Room(100, "y:1"))
+    decode.rooms.check(again)
+
+
+def test_the_number_of_rooms_that_wait_for_their_requests_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(half_rooms, "MOST_REMEMBERED", 2)
+    world, prefill, _ = pair()
+    waiting = [decode_half(world, number) for number in (1, 2, 3)]
+    step(world, 4)
+    assert waiting[0].finish is None and waiting[1].finish is None
+    message, status = error_of(waiting[2])
+    assert status == 503 and "try again later" in message
+    # So is that of failures: the oldest are forgotten.
+    for number in (11, 12, 13):
+        prefill.rooms.refused(Room(number), "refused", 400, world.now_s)
+    step(world, 4)
+    prefill.rooms.check(room_request("a", PROMPT, 1, Room(11)))
+    for number in (12, 13):
+        with pytest.raises(RequestError, match="refused"):
+            prefill.rooms.check(room_request("a", PROMPT, 1, Room(number)))
+
+
+def test_a_server_whose_stages_lack_layers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, _, _ = pair()
+    bad = (PeerStage("/0", (0, 3)), PeerStage("/1", (4, 6)))
+    monkeypatch.setattr(PrefillServer, "places", bad)
+    second = decode_half(world, 1)
+    step(world, 4)
+    message, status = error_of(second)
+    assert status == 500 and "(0, 3), (4, 6)" in message and "of 6" in message
+
+
+def test_stages_are_found_behind_the_port_that_was_dialed_or_at_a_port_of_their_own() -> None:
+    places: list[tuple[PeerPlace, ...]] = []
+    servers = PrefillServers(
+        IDENTITY,
+        LIMITS,
+        SimpleNamespace(
+            on_met=lambda address: None, on_places=places.append, on_lost=lambda *end: None
+        ),
+    )
+    servers.know("host:1", 0.0)
+    assert servers.to_dial(0.0, lambda: {"host:1"}) == ["host:1"]
+    servers.connected("host:1", 0, 0.0)
+    stages = (PeerStage("/offers-0", (0, 3)), PeerStage("other:2/offers-1", (3, 6)))
+    servers.take(0, PeerWelcome(name="P", epoch=0, stages=stages), 0.0)
+    assert [one.address for one in places[-1][0].stages] == ["host:1/offers-0", "other:2/offers-1"]
+    assert places[-1][0].name == "host:1"
