@@ -18,8 +18,7 @@ from sgl_pipeline.scheduling.page_saves import PageSave, PageSaves
 from sgl_pipeline.scheduling.page_wishes import PageWishes
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.tier_rules import TierRules
-from sgl_pipeline.step_work import StepTimes
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StoreOrder, StorePlace
+from sgl_pipeline.wire.store_orders import SavePages, StoreOrder, StorePlace
 
 NUM_SEEDS = 200
 # Every mutation below is found much sooner.
@@ -253,23 +252,6 @@ def what_is_left_of_a_node_that_was_due_is_forgotten(patch: pytest.MonkeyPatch) 
     patch.setattr(PageSaves, "evicted", mutated)
 
 
-def pages_are_loaded_behind_some_that_a_stage_owes(patch: pytest.MonkeyPatch) -> None:
-    next_orders = PageLoads.next_orders
-
-    def mutated(
-        self: PageLoads,
-        now_s: float,
-        rules: TierRules,
-        times: StepTimes | None,
-        num_reserved: int,
-        owed: Set[int],
-        next_transfer: Callable[[], int],
-    ) -> Iterator[LoadPages]:
-        return next_orders(self, now_s, rules, times, num_reserved, set(), next_transfer)
-
-    patch.setattr(PageLoads, "next_orders", mutated)
-
-
 def pages_that_are_due_are_forgotten_in_an_interrupt(patch: pytest.MonkeyPatch) -> None:
     cancel = PageSaves.cancel
 
@@ -303,7 +285,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     all_before_a_loaded_page_is_thought_to_be_saved,
     another_page_than_the_missing_one_is_dropped,
     what_is_left_of_a_node_that_was_due_is_forgotten,
-    pages_are_loaded_behind_some_that_a_stage_owes,
     pages_that_are_due_are_forgotten_in_an_interrupt,
 )
 

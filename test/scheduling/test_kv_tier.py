@@ -164,6 +164,20 @@ def test_a_request_waits_no_longer_than_its_time(silent: str) -> None:
     assert other.tier.counts.loaded_tokens == 0
 
 
+def test_nothing_is_loaded_behind_pages_that_a_stage_owes() -> None:
+    store = MemoryStore()
+    served(store)
+    other = StoredPipeline(store, log_pages=32)
+    other.add(PROMPT[:7])  # too short for the store: computed, so that the first stage keeps rows
+    other.run()
+    other.lose(1)
+    request = other.add([*PROMPT, 1])
+    other.run()
+    other.check_outputs()
+    assert request.cached_tokens == PAGE_SIZE and request.loaded_tokens == 0
+    assert other.tier.counts.unfulfilled == {"owed": 8 * PAGE_SIZE}
+
+
 def test_a_late_load_serves_the_next_request() -> None:
     store = MemoryStore()
     served(store)
