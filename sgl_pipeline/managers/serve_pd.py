@@ -7,6 +7,7 @@ end of all.
 
 import argparse
 import functools
+import json
 import os
 import secrets
 import shlex
@@ -116,6 +117,16 @@ def is_healthy(url: str) -> bool:
         return False
 
 
+def has_both(router: str) -> bool:
+    """True if a router has found both servers, which takes it some seconds."""
+    try:
+        with urllib.request.urlopen(f"{router}/workers", timeout=5.0) as answer:
+            workers = json.load(answer)["workers"]
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+    return sum(worker["is_healthy"] for worker in workers) == 2
+
+
 class StopRequest:
     """Notes Ctrl-C or a SIGTERM, which from now on interrupt nothing."""
 
@@ -142,17 +153,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(options: argparse.Namespace, group: Group, stop: StopRequest) -> None:
-    """Starts the servers, and the router once both are there."""
+    """Starts the servers, and the router once both are there; says when it serves."""
     ports = Ports.from_first(options.port)
     key = os.environ.get(KEY_VARIABLE) or secrets.token_hex(32)
     for mode, port in (("prefill", ports.prefill), ("decode", ports.decode)):
         flags = [*options.flags, *shlex.split(getattr(options, mode))]
         command = server_command(mode, port, ports, flags)
         group.start(command, child_environment(**{KEY_VARIABLE: key}))
-    if _wait(group, stop, lambda: all(is_healthy(url) for url in ports.servers)):
-        command = router_command(ports, shlex.split(options.router))
-        group.start(command, router_environment(options.router_folder))
-        print(f"Router: http://{HOST}:{ports.router}", flush=True)
+    if not _wait(group, stop, lambda: all(is_healthy(url) for url in ports.servers)):
+        return
+    command = router_command(ports, shlex.split(options.router))
+    group.start(command, router_environment(options.router_folder))
+    router = f"http://{HOST}:{ports.router}"
+    if _wait(group, stop, lambda: has_both(router)):
+        print(f"Router: {router}", flush=True)
 
 
 def _wait(group: Group, stop: StopRequest, condition: Callable[[], bool]) -> bool:

@@ -56,6 +56,7 @@ def test_the_routers_folder_comes_before_other_paths(monkeypatch: pytest.MonkeyP
 
 def test_what_does_not_answer_is_not_healthy() -> None:
     assert not serve_pd.is_healthy("http://127.0.0.1:1")
+    assert not serve_pd.has_both("http://127.0.0.1:1")
 
 
 @pytest.mark.multiproc
@@ -99,6 +100,7 @@ class _Started:
 
         monkeypatch.setattr(Group, "start", start_instead)
         monkeypatch.setattr(serve_pd, "is_healthy", lambda url: True)
+        monkeypatch.setattr(serve_pd, "has_both", lambda url: True)
         monkeypatch.delenv(KEY_VARIABLE, raising=False)
 
 
@@ -145,3 +147,13 @@ def test_a_signal_ends_all_in_good_order(
 
     threading.Thread(target=ask).start()
     assert main([]) == 0
+
+
+@pytest.mark.multiproc
+def test_a_router_that_has_not_found_both_is_not_called_ready(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _Started(monkeypatch, SLEEP, SLEEP, "import time; time.sleep(0.5)")
+    monkeypatch.setattr(serve_pd, "has_both", lambda url: False)
+    assert main([]) == 1
+    assert "Router:" not in capfd.readouterr().out
