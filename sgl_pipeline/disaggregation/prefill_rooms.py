@@ -53,10 +53,18 @@ class _Room:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """A decode server; until `is_known` it has not said who it is."""
+    """A decode server. Until `is_known` it has not said who it is, or it `is_rejected`: then it can
+    end rooms and do nothing else."""
 
     heartbeat: Heartbeat
     is_known: bool = False
+    is_rejected: bool = False
+
+    def may_say(self, message: FromDecode) -> bool:
+        """True if this is the moment for the message."""
+        if isinstance(message, PeerHello):
+            return True
+        return self.is_known or (self.is_rejected and isinstance(message, Got | End))
 
 
 class PrefillRooms:
@@ -140,10 +148,10 @@ class PrefillRooms:
         if known is None:
             return
         known.heartbeat.heard(now_s)
-        if isinstance(message, PeerHello):
-            self._greet(session, known, message)
-        elif not known.is_known:
+        if not known.may_say(message):
             self._reject(session, "it has not said who it is")
+        elif isinstance(message, PeerHello):
+            self._greet(session, known, message)
         elif isinstance(message, Want):
             self._want(session, message.room, now_s)
         elif isinstance(message, Got):
@@ -189,6 +197,7 @@ class PrefillRooms:
     def _greet(self, session: int, known: _Session, hello: PeerHello) -> None:
         refusal = self._identity.refusal(hello)
         if refusal is not None:
+            known.is_rejected = True
             self._reject(session, refusal)
             return
         known.is_known = True

@@ -1,5 +1,6 @@
 """A request's prompt is computed on one server and its tokens drawn on another."""
 
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
@@ -8,14 +9,21 @@ from support.paired_servers import IDENTITY, DecodeServer, PrefillServer, RoomWo
 from support.stored_pipeline import PAGE_SIZE, MemoryStore, right_output
 
 from sgl_pipeline.disaggregation import half_rooms
-from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S
+from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S, DecodeRooms
 from sgl_pipeline.disaggregation.prefill_servers import (
     MOST_PEERS,
     UNREACHABLE_S,
     PrefillServers,
 )
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
-from sgl_pipeline.disaggregation.room_messages import End, Got, PeerWelcome, Ready, Want
+from sgl_pipeline.disaggregation.room_messages import (
+    End,
+    Got,
+    PeerRejected,
+    PeerWelcome,
+    Ready,
+    Want,
+)
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import LogprobSpec, Request, Room
@@ -283,6 +291,59 @@ def test_a_half_that_is_refused_ends_the_other_one_with_the_same_words() -> None
     first = prefill_half(world, 7)
     assert error_of(first) == error_of(second) and error_of(first)[1] == 400
     world.check()
+
+
+def test_a_server_that_is_rejected_ends_both_halves_of_its_rooms() -> None:
+    world, prefill, decode = pair()
+    other = replace(IDENTITY, kv_dtype="float16")
+    decode.rooms = DecodeRooms(decode.core.scheduler, other, LIMITS)
+    early = prefill_half(world, 1)
+    step(world)
+    assert prefill.tier.held.num_pages == WHOLE_PAGES
+    unread, refused = decode_half(world, 1), decode_half(world, 2)
+    step(world, 4)
+    assert prefill.tier.held.num_pages == 0
+    late = prefill_half(world, 2)
+    message, status = error_of(late)
+    assert status == 500 and "float16" in message and "--kv-cache-dtype" in message
+    assert error_of(unread) == error_of(refused) == (message, status)
+    assert early.finish is not None and early.finish.kind == "length"
+    # So do those of the next session, which is dialed at once.
+    step(world)
+    computing, again = both(world)
+    step(world, 4)
+    assert error_of(computing) == error_of(again) == (message, status)
+    world.check()
+
+
+def test_a_rejected_server_that_computes_here_leaves_nothing_held() -> None:
+    world, prefill, decode = pair(FALLS_BACK)
+    other = replace(IDENTITY, kv_dtype="float16")
+    decode.rooms = DecodeRooms(decode.core.scheduler, other, FALLS_BACK)
+    prefill_half(world, 1)
+    step(world)
+    second = decode_half(world, 1)
+    world.run()
+    assert second.output_ids == right_output(PROMPT, 5)
+    assert prefill.tier.held.num_pages == 0
+    world.check()
+
+
+def test_a_rejected_session_may_end_rooms_and_ask_for_none() -> None:
+    world, prefill, _ = pair()
+    rooms = prefill.rooms
+    prefill_half(world, 1)
+    step(world)
+    rooms.connected(9, world.now_s)
+    rooms.take(9, End(1, "too early", 500), world.now_s)
+    assert rooms.num_rooms == 1, "a room was ended by nobody"
+    rooms.take(9, replace(IDENTITY, digest="another").hello(), world.now_s)
+    rooms.outbox.clear()
+    rooms.take(9, Want(1), world.now_s)
+    assert [type(answer) for _, answer in rooms.outbox] == [PeerRejected]
+    assert rooms.num_unwanted == 1
+    rooms.take(9, End(1, "another model", 500), world.now_s)
+    assert rooms.num_rooms == prefill.tier.held.num_pages == 0
 
 
 def test_a_room_belongs_to_one_request() -> None:
