@@ -201,6 +201,38 @@ def test_each_phase_of_a_room_is_explained() -> None:
     world.check()
 
 
+def test_the_phases_of_a_room_are_timed() -> None:
+    limits = RoomLimits(reserved_tokens=40)
+    world, _, decode = pair(limits, decode_pages=24)
+    first, second = world.new_room(), world.new_room()
+    prefill_half(world, first)
+    running = decode_half(world, first, max_new_tokens=40)
+    while not running.output_ids:
+        step(world, 1)
+    counts = decode.rooms.counts
+    assert counts.num_transferred == 1 and counts.alloc_s < 0.1
+    before_s, opened_s = counts.bootstrap_s, world.now_s
+    decode_half(world, second, [1, *PROMPT])
+    step(world, 20)
+    prefill_half(world, second, [1, *PROMPT])
+    while (state := decode_state(decode.rooms, decode.tier)).transfer_requests == 0:
+        step(world, 1)
+    ready_s = world.now_s
+    assert state.promised_pages == 0
+    assert state.pending_pages == WHOLE_PAGES, "there is no room for them beside what runs"
+    while not decode.tier.loads.promised_pages:
+        step(world, 1, transfers=False)
+    assert decode_state(decode.rooms, decode.tier).pending_pages == 0
+    load_s = world.now_s
+    assert load_s - ready_s > 0.3
+    step(world, 20, transfers=False)
+    world.run()
+    world.check()
+    assert counts.bootstrap_s - before_s == pytest.approx(ready_s - opened_s, abs=0.11)
+    assert counts.alloc_s == pytest.approx(load_s - ready_s, abs=0.11)
+    assert counts.transfer_s >= counts.alloc_s + 20 * 0.05
+
+
 def test_the_decode_reserve_counts_requests_under_load() -> None:
     world, _, decode = pair()
     before = decode.core.scheduler.load().reserved_pages
