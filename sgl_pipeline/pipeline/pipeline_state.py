@@ -96,6 +96,11 @@ class RoomsState(msgspec.Struct, frozen=True, kw_only=True):
     loaded_bytes: int = 0
     load_s: float = 0.0
 
+    @property
+    def mean_transfer_ms(self) -> float:
+        """Mean milliseconds of a transfer since the start; 0 before the first."""
+        return 1e3 * self.transfer_s / self.transferred if self.transferred else 0.0
+
 
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     """One moment, `now_s` on the driver's monotonic clock. The stages of `plan` serve; the server
