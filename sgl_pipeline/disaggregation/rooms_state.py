@@ -14,6 +14,7 @@ def prefill_state(rooms: PrefillRooms, tier: KvTier) -> RoomsState:
         num_peers=rooms.num_peers,
         bootstrap_requests=rooms.num_unwanted,
         transfer_requests=tier.held.num_rooms,
+        wanted_requests=rooms.num_rooms - rooms.num_unwanted,
         held_pages=tier.held.num_pages,
         transferred=counts.num_transferred,
         transfer_s=counts.transfer_s,

@@ -191,8 +191,12 @@ def test_each_phase_of_a_room_is_explained() -> None:
     state = decode_state(decode.rooms, decode.tier)
     assert (state.bootstrap_requests, state.transfer_requests) == (0, 1)
     assert state.promised_pages == WHOLE_PAGES
+    prefill_half(world, 2)
+    step(world, 4, transfers=False)
     held = prefill_state(prefill.rooms, prefill.tier)
-    assert held.held_pages == WHOLE_PAGES and held.transfer_requests == 1
+    assert held.held_pages == WHOLE_PAGES and held.transfer_requests == 2
+    assert (held.wanted_requests, held.bootstrap_requests) == (1, 1)
+    decode_half(world, 2)
     # Counted as used on both sides.
     load = decode.core.scheduler.load()
     assert load.free_pages == 32 - WHOLE_PAGES
