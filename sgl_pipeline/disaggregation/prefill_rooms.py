@@ -35,6 +35,9 @@ from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerStage
 
+# How long pages are kept that no decode server has asked for, where other requests need the room.
+# It asks as soon as its half has come, and its grammar, or after a dial of a few seconds.
+UNWANTED_S = 5.0
 _TICK_S = 0.1
 
 
@@ -167,6 +170,7 @@ class PrefillRooms:
             return
         self._next_tick_s = now_s + _TICK_S
         self._end_late(now_s)
+        self._make_room(now_s)
         for number, session in [*self._sessions.items()]:
             if session.heartbeat.is_dead(now_s):
                 self.closing.append(number)
@@ -309,6 +313,27 @@ class PrefillRooms:
         for number, session in self._halves.forget_old(now_s):
             reason = f"the prefill server has got no request of the room for {patience_s:g} s"
             self._note_failure(number, session, reason, 503, now_s)
+
+    def _make_room(self, now_s: float) -> None:
+        """Ends held rooms that no decode server has asked for, the earliest first, while they keep
+        requests from being admitted. Their pages stay cached until they are evicted."""
+        scheduler, held = self._scheduler, self._held
+        if not scheduler.num_waiting or scheduler.pausing.is_paused:
+            return
+        if scheduler.num_running and not held.is_full:
+            return
+        unwanted = [
+            (room.held_s, number)
+            for number, room in self._rooms.items()
+            if room.session is None and room.held_s is not None
+        ]
+        for held_s, number in sorted(unwanted):
+            if now_s - held_s < UNWANTED_S:
+                return
+            waited = f"no decode server had asked for the room for {UNWANTED_S:g} s"
+            self._fail(number, f"other requests needed the pages, and {waited}", 503, now_s)
+            if not held.is_full:
+                return  # whether the first request fits now is known after the next step
 
     def _fail(
         self, number: int, reason: str, status: int, now_s: float, *, tells: bool = True

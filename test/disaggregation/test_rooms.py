@@ -10,6 +10,7 @@ from support.stored_pipeline import PAGE_SIZE, MemoryStore, right_output
 
 from sgl_pipeline.disaggregation import half_rooms
 from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S, DecodeRooms
+from sgl_pipeline.disaggregation.prefill_rooms import UNWANTED_S
 from sgl_pipeline.disaggregation.prefill_servers import (
     MOST_PEERS,
     UNREACHABLE_S,
@@ -259,8 +260,63 @@ def test_a_prefill_server_admits_none_while_others_read_too_slowly() -> None:
     explanation = prefill.core.scheduler.explain(behind.request_id)
     assert explanation is not None and explanation.rule == "held-pages"
     assert f"{WHOLE_PAGES} pages are held for transfer" in explanation.text
+    # However long it takes: a decode server has asked for them.
+    step(world, int(UNWANTED_S / 0.05) + 10, transfers=False)
+    assert behind.finish is None and prefill.tier.held.num_pages == WHOLE_PAGES
     step(world)
     assert behind.finish is not None
+
+
+def test_rooms_that_no_decode_server_asks_for_make_room_for_others() -> None:
+    limits = RoomLimits(held_share=0.4, reserved_tokens=4)
+    world, prefill, _ = pair(limits)
+    prompts = [[first, *PROMPT] for first in (1, 2, 3)]
+    early = [prefill_half(world, number, prompt) for number, prompt in enumerate(prompts[:2], 1)]
+    wait(world, 2 * UNWANTED_S)
+    held = prefill.tier.held
+    assert held.num_pages == 2 * WHOLE_PAGES, "no request needs the room"
+    behind = prefill_half(world, 3, prompts[2])
+    step(world, 10)
+    assert behind.finish is not None and behind.finish.kind == "length"
+    assert held.num_pages == 2 * WHOLE_PAGES, "one was let go"
+    # The earliest, whose client has its answer; the other half is asked again, and finds the pages.
+    assert early[0].finish is not None and early[0].finish.kind == "length"
+    late = decode_half(world, 1, prompts[0])
+    step(world, 8)
+    message, status = error_of(late)
+    assert status == 503 and "no decode server had asked for the room for 5 s" in message
+    again = prefill_half(world, 4, prompts[0])
+    step(world, int(UNWANTED_S / 0.05) + 10)
+    assert again.cached_tokens == WHOLE_PAGES * PAGE_SIZE
+    decode_half(world, 3, prompts[2])
+    decode_half(world, 4, prompts[0])
+    world.run()
+    world.check()
+
+
+def test_rooms_make_room_for_a_prompt_that_does_not_fit_beside_them() -> None:
+    world, prefill, _ = pair(RoomLimits(reserved_tokens=4), prefill_pages=24)
+    for number in (1, 2):
+        prefill_half(world, number, [number, *PROMPT[: 4 * PAGE_SIZE]])
+    step(world)
+    held = prefill.tier.held
+    assert held.num_pages == 8 and not held.is_full
+    big = prefill_half(world, 3, [3, *PROMPT, *PROMPT][: 19 * PAGE_SIZE])
+    step(world)
+    assert big.finish is None, "they are kept for a while"
+    wait(world, UNWANTED_S)
+    assert big.finish is not None and big.finish.kind == "length"
+    assert prefill.rooms.counts.num_bootstrap_failed == 1, "one of them is kept"
+
+
+def test_a_paused_server_keeps_its_rooms() -> None:
+    world, prefill, _ = pair(RoomLimits(reserved_tokens=4))
+    prefill_half(world, 1)
+    step(world)
+    prefill.core.scheduler.pausing.pause(retract=False)
+    prefill_half(world, 2, [2, *PROMPT])
+    wait(world, 2 * UNWANTED_S)
+    assert prefill.tier.held.num_rooms == 1 and prefill.rooms.counts.num_bootstrap_failed == 0
 
 
 def test_a_load_leaves_the_pages_that_running_requests_will_need() -> None:
