@@ -318,9 +318,8 @@ class PrefillRooms:
         """Ends held rooms that no decode server has asked for, the earliest first, while they keep
         requests from being admitted. Their pages stay cached until they are evicted."""
         scheduler, held = self._scheduler, self._held
-        if not scheduler.num_waiting or scheduler.pausing.is_paused:
-            return
-        if scheduler.num_running and not held.is_full:
+        is_blocked = held.is_full or self._tier.is_starved
+        if not is_blocked or not scheduler.num_waiting or scheduler.pausing.is_paused:
             return
         unwanted = [
             (room.held_s, number)
