@@ -57,7 +57,7 @@ class PairSoak:
             self._look(elapsed_s)
 
     def _look(self, elapsed_s: float) -> None:
-        outcomes: dict[str, int] = {**self._clients.tally.outcomes}
+        outcomes = dict(self._clients.tally.outcomes)
         minute = Minute(elapsed_s, outcomes, self._pair.servers(), self._pair.processes())
         self.minutes.append(minute)
         print(one_line(minute), flush=True)

@@ -10,6 +10,7 @@ from typing import Any
 from benchmark.disaggregation.pair import ROUTER, ProcessFacts, ServerFacts
 from benchmark.robustness.process_memory import Growth, MemorySeries
 from benchmark.robustness.soak import Verdict
+from benchmark.robustness.soak_clients import Outcome
 from benchmark.support.dated_result import markdown_table
 
 
@@ -18,7 +19,7 @@ class Minute:
     """The counts of requests by their end since the beginning, and the state of all that runs."""
 
     elapsed_s: float
-    outcomes: Mapping[str, int]
+    outcomes: Mapping[Outcome, int]
     servers: Mapping[str, ServerFacts]
     processes: Mapping[str, ProcessFacts]
 
@@ -59,9 +60,10 @@ def verdicts(minutes: Sequence[Minute], limits: Limits) -> list[Verdict]:
     if len(judged) < 2:
         raise ValueError("nothing was seen twice after the warm-up")
     first, last = judged[0], judged[-1]
+    failed, stuck = last.outcomes["failed"], last.outcomes["stuck"]
     found = [
-        Verdict(f"requests {what}", str(last.outcomes[name]), not last.outcomes[name])
-        for what, name in (("that failed", "failed"), ("stuck at the client", "stuck"))
+        Verdict("requests that failed", str(failed), not failed),
+        Verdict("requests stuck at the client", str(stuck), not stuck),
     ]
     for role, server in last.servers.items():
         seen = (
