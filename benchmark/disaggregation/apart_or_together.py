@@ -4,11 +4,11 @@
     python -m benchmark.disaggregation.apart_or_together --rounds 3 --seconds 20 --loads 1,4
     python -m benchmark.disaggregation.apart_or_together --delay-ms 1 --gbit-per-s 1
 
-Run by hand, as root, on a quiet machine, some 35 minutes. A prefill server has one core and a
+Run by hand, as root, on a quiet machine, some 25 minutes. A prefill server has one core and a
 decode server the other, each in a network namespace; clients ask SGLang's router, unmodified. The
 pipeline has a stage on each core, and is asked itself. All servers are up, and take turns (A B,
-B A) by the load. Prompts are random ids that no cache has, answers greedy; every request that both
-were asked must have the same tokens, or the exit code is 1.
+B A) by the load. Prompts are random ids that no cache has, answers greedy; what both set-ups answer
+to a request must be the same tokens, or the exit code is 1.
 
 Loads: long prompts, which arrive evenly, beside streams, where being apart should win; few users
 with short prompts, and many short prompts with short answers, where it should lose; and streams
@@ -99,8 +99,9 @@ def _measure(options: Options) -> Report:
         texts=[
             figure_table(runs),
             busy_table(runs),
-            f"Answers to the same request that are equal: "
-            f"{equality.compared - len(equality.unequal)} of {equality.compared}.",
+            f"Answers to the same request that are equal as far as both go: "
+            f"{equality.answers - len(equality.unequal)} of {equality.answers} "
+            f"({equality.tokens} tokens).",
         ],
         facts=_facts(options, loads, flags, prefill_s),
         record={"prefill_s": prefill_s, "runs": [record_of(run) for run in runs]},

@@ -134,24 +134,28 @@ def busy_table(runs: Sequence[LoadRun]) -> str:
 
 
 class Equality(NamedTuple):
-    """Answers to the same request by both set-ups."""
+    """Answers to the same request by both set-ups, as far as both go, and their tokens."""
 
-    compared: int
+    answers: int
+    tokens: int
     unequal: list[str]
 
 
 def compare_answers(runs: Sequence[LoadRun]) -> Equality:
-    """Greedy tokens of every request that both were asked. How many a closed loop of clients asks
-    depends on the answers' speed."""
+    """Greedy tokens of every request that both were asked. How many a client asks, and how far its
+    last answer goes, depends on the answers' speed."""
     outputs = {
         setup: {one.place: one.output for run in runs if run.setup == setup for one in run.answers}
         for setup in (APART, TOGETHER)
     }
-    both = outputs[APART].keys() & outputs[TOGETHER].keys()
-    unequal = [
-        str(place) for place in sorted(both) if outputs[APART][place] != outputs[TOGETHER][place]
-    ]
-    return Equality(len(both), unequal)
+    num_tokens, unequal = 0, []
+    both = sorted(outputs[APART].keys() & outputs[TOGETHER].keys())
+    for place in both:
+        pairs = [*zip(outputs[APART][place], outputs[TOGETHER][place], strict=False)]
+        num_tokens += len(pairs)
+        if any(one != other for one, other in pairs):
+            unequal.append(str(place))
+    return Equality(len(both), num_tokens, unequal)
 
 
 def record_of(run: LoadRun) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class _Part(msgspec.Struct):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """A request and when, in seconds from the beginning of the load, it was sent and how many
-    tokens of its answer there were at which moments."""
+    tokens of its answer there were at which moments. The answer may be cut: clients give up at the
+    end of a load."""
 
     place: Place
     input_tokens: int
@@ -46,7 +47,9 @@ def run_load(
 ) -> list[Answered]:
     """The answers to all that was asked of `url` within `seconds`, in the order of their places.
 
-    Raises EngineFailure for a request that is not answered whole.
+    After them a client leaves when it has its first token, so that no slow one is left out.
+
+    Raises EngineFailure for a request that fails.
     """
     return _Run(url, vocab_size, load, round_number, seconds).answers(prefill_s)
 
@@ -57,7 +60,7 @@ def prefill_seconds(url: str, vocab_size: int, kind: Kind, times: int) -> list[f
     Raises EngineFailure as `run_load`.
     """
     load = MixedLoad("prefill alone", (kind,))
-    run = _Run(url, vocab_size, load, 0, 0.0)
+    run = _Run(url, vocab_size, load, 0, seconds=0.0)
     with requests.Session() as session:
         for number in range(times):
             run.take(session, kind, 0, number)
@@ -93,7 +96,7 @@ class _Run:
         return self.taken()
 
     def taken(self) -> list[Answered]:
-        """All answers so far. Raises EngineFailure where one is not whole."""
+        """All answers so far. Raises EngineFailure where a request failed."""
         found: list[Answered] = []
         while not self._done.empty():
             one = self._done.get()
@@ -127,7 +130,7 @@ class _Run:
             self._done.put(error)
 
     def _ask(self, session: requests.Session, kind: Kind, place: Place) -> Answered:
-        """Raises ValueError for an answer that is not whole."""
+        """Raises ValueError for an answer that ends too early."""
         num_tokens = kind.output_tokens_of(place.client, place.number)
         sampling = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
         body: dict[str, Any] = {
@@ -143,9 +146,11 @@ class _Run:
                 if line.startswith(b"data: {"):
                     moments_s.append(self._now_s())
                     lines.append(line)
+                    if moments_s[-1] >= self._seconds:
+                        break
         parts = _parts(lines)
-        output = parts[-1] if parts else []
-        if len(output) != num_tokens:
+        output, was_left = parts[-1] if parts else [], moments_s[-1:] >= [self._seconds]
+        if not output or (len(output) != num_tokens and not was_left):
             raise ValueError(f"{len(output)} of {num_tokens} tokens, then {lines[-1:]!r:.300}")
         return Answered(
             place=place,

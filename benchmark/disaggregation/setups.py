@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +27,7 @@ from sgl_pipeline.managers.serve_pd import (
     has_both,
     router_environment,
 )
+from sgl_pipeline.process_lifetime import die_with_parent
 
 BOOTSTRAP_PORT = 8998
 # The router notices servers sooner.
@@ -64,6 +66,7 @@ def both_setups(
             env=router_environment(str(router_folder())),
             stdout=log,
             stderr=subprocess.STDOUT,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         stack.callback(_stop, router)
         url = f"http://{HOST}:{port}"
