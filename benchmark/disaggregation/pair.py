@@ -102,7 +102,7 @@ class Pair:
         return f"http://{HOST}:{self.ports.router}"
 
     def servers(self) -> dict[str, ServerFacts]:
-        """What each says of itself, by role."""
+        """The account that each gives of itself, by role."""
         facts = {}
         for role, url in zip(ROLES, self.ports.servers, strict=True):
             reply = requests.get(f"{url}/server_info", timeout=_TIMEOUT_S)
@@ -111,7 +111,7 @@ class Pair:
         return facts
 
     def servers_at_rest(self, timeout_s: float) -> dict[str, ServerFacts]:
-        """What they say once both are at rest, or after `timeout_s`."""
+        """The same once both are at rest, or after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             facts = self.servers()

@@ -28,6 +28,10 @@ def add_port(bridge: str, device: str) -> None:
 
 
 def remove_bridge(name: str) -> None:
+    """Removes it with its veth pairs. A namespace takes its end of a pair along, but later: so
+    remove bridges before namespaces."""
+    for line in ip("-o", "link", "show", "master", name).splitlines():
+        ip("link", "delete", line.split()[1].partition("@")[0])
     ip("link", "delete", name)
 
 

@@ -168,23 +168,23 @@ def hosts(
                 _join(host, taps[number])
             yield network
         finally:
+            if is_bridged:
+                remove_bridge(taps[0])
             for host in network.hosts:
                 _remove(host.namespace)
             if network.switch is not None:
                 network.switch.communicate("")
-            elif is_bridged:
-                remove_bridge(taps[0])
 
 
 def remove_leftovers() -> list[str]:
     """Removes the hosts of processes that have ended without doing so; returns their names."""
-    left = []
+    left = remove_left_bridges()
     for line in ip("netns", "list").splitlines():
         found = _NAME.match(line)
         if found and not Path("/proc", found[1]).exists():
             _remove(found[0])
             left.append(found[0])
-    return left + remove_left_bridges()
+    return left
 
 
 def _start_switch(taps: Sequence[str]) -> "subprocess.Popen[str]":

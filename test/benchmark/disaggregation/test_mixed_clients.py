@@ -102,7 +102,7 @@ def test_a_client_leaves_after_the_end_with_its_first_token(server: _Server) -> 
 
 def test_an_answer_that_ends_too_early_is_a_failure(server: _Server) -> None:
     server.tokens_left_out = 1
-    with pytest.raises(EngineFailure, match="of [23] tokens"):
+    with pytest.raises(EngineFailure, match=r"of [23] tokens"):
         run_load(server.url, 500, MixedLoad("load", (STREAMS,)), 1, 0.5, {})
 
 
