@@ -46,6 +46,7 @@ class Figure(NamedTuple):
 
 TTFT_P50, TTFT_P99 = "TTFT p50 ms", "TTFT p99 ms"
 GAP_P50, GAP_P99 = "between tokens p50 ms", "between tokens p99 ms"
+TPOT_P50 = "TPOT p50 ms"
 TOTAL_RATE, OUTPUT_RATE = "tokens/s in and out", "tokens/s out"
 # Of these more is better.
 RATES = (TOTAL_RATE, OUTPUT_RATE)
@@ -53,8 +54,8 @@ RATES = (TOTAL_RATE, OUTPUT_RATE)
 
 def figures(run: LoadRun) -> dict[Figure, float]:
     """All measures of a run. Tokens and the times between them count within the load's seconds; a
-    prompt counts where its first token does. A time is between two parts of a stream, which have a
-    token each where the client can follow."""
+    prompt counts where its first token does. Times are between parts of a stream, which have a
+    token each but may come in bursts; a TPOT is the mean of an answer."""
     found: dict[Figure, float] = {}
     for kind in run.kinds:
         answers = [one for one in run.answers if one.place.kind == kind]
@@ -65,15 +66,25 @@ def figures(run: LoadRun) -> dict[Figure, float]:
             for earlier, later in pairwise(one.moments_s)
             if later <= run.seconds
         ]
-        for values, names in ((ttfts_ms, (TTFT_P50, TTFT_P99)), (gaps_ms, (GAP_P50, GAP_P99))):
+        tpots_ms = [_tpot_ms(one) for one in answers if len(one.moments_s) > 1]
+        for values, names in (
+            (ttfts_ms, (TTFT_P50, TTFT_P99)),
+            (gaps_ms, (GAP_P50, GAP_P99)),
+            (tpots_ms, (TPOT_P50,)),
+        ):
             if values:
-                for name, value in zip(names, np.percentile(values, (50, 99)), strict=True):
-                    found[Figure(run.load, kind, name)] = float(value)
+                percentiles = np.percentile(values, (50, 99)).tolist()
+                for name, value in zip(names, percentiles, strict=False):
+                    found[Figure(run.load, kind, name)] = value
     tokens_out = sum(_tokens_until(one, run.seconds) for one in run.answers)
     tokens_in = sum(one.input_tokens for one in run.answers if one.moments_s[0] <= run.seconds)
     found[Figure(run.load, ALL_KINDS, TOTAL_RATE)] = (tokens_in + tokens_out) / run.seconds
     found[Figure(run.load, ALL_KINDS, OUTPUT_RATE)] = tokens_out / run.seconds
     return found
+
+
+def _tpot_ms(one: Answered) -> float:
+    return 1e3 * (one.moments_s[-1] - one.moments_s[0]) / (one.tokens[-1] - one.tokens[0])
 
 
 def _tokens_until(one: Answered, moment_s: float) -> int:

@@ -15,6 +15,7 @@ from benchmark.disaggregation.apart_report import (
     OUTPUT_RATE,
     TOGETHER,
     TOTAL_RATE,
+    TPOT_P50,
     TTFT_P50,
     Figure,
     LoadRun,
@@ -75,7 +76,9 @@ def test_figures_count_within_the_seconds_of_the_load() -> None:
     assert found[Figure("load", "prompts", TTFT_P50)] == pytest.approx(1200.0)
     assert found[Figure("load", "streams", GAP_P50)] == pytest.approx(200.0)
     assert found[Figure("load", "streams", GAP_P99)] == pytest.approx(298.0)
-    assert Figure("load", "prompts", GAP_P50) not in found
+    # Means of 150 and 1500 ms.
+    assert found[Figure("load", "streams", TPOT_P50)] == pytest.approx(825.0)
+    assert not {Figure("load", "prompts", name) for name in (GAP_P50, TPOT_P50)} & set(found)
     assert found[Figure("load", ALL_KINDS, OUTPUT_RATE)] == 5 / 4
     assert found[Figure("load", ALL_KINDS, TOTAL_RATE)] == (20 + 5) / 4
 
