@@ -5,6 +5,7 @@ of tokens/s alone.
 """
 
 from collections.abc import Mapping, Sequence
+from math import ceil, floor, log2
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,21 @@ def draw(ratios: Mapping[Figure, Sequence[float]], cpu: str, path: Path) -> None
         panels = canvas.subplots(len(loads), 1, sharex=True, squeeze=False, height_ratios=heights)
         for axes, load, shown in zip(panels[:, 0], loads, rows, strict=True):
             _draw_panel(axes, load, {figure: ratios[figure] for figure in shown})
+        ticks = powers_of_two([one for values in ratios.values() for one in values])
+        panels[-1, 0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panels[-1, 0].minorticks_off()
         panels[-1, 0].set_xlabel("apart / together, each round; bars: medians")
         canvas.suptitle(
             f"Prefill and decode apart beside one pipeline, two cores of {cpu}", fontsize=10
         )
         canvas.savefig(path)
+
+
+def powers_of_two(values: Sequence[float]) -> list[float]:
+    """Those that `values` lie between. One of 0, as of tokens that came in bursts, has no place."""
+    shown = [one for one in values if one > 0]
+    first, last = floor(log2(min(shown))), ceil(log2(max(shown)))
+    return [2.0**power for power in range(first, last + 1)]
 
 
 def _draw_panel(axes: Any, load: str, shown: Mapping[Figure, Sequence[float]]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.disaggregation.apart_plot import draw
+from benchmark.disaggregation.apart_plot import draw, powers_of_two
 from benchmark.disaggregation.apart_report import (
     ALL_KINDS,
     APART,
@@ -113,3 +113,7 @@ def test_record_and_plot_can_be_written(tmp_path: Path) -> None:
     path = tmp_path / "plot.svg"
     draw(ratios([RUN, slower(RUN, 2.0)]), "a CPU of its own", path)
     assert path.read_text().startswith("<?xml")
+
+
+def test_ticks_are_powers_of_two_around_all_ratios() -> None:
+    assert powers_of_two([0.0, 0.3, 1.0, 2.5]) == [0.25, 0.5, 1.0, 2.0, 4.0]
