@@ -43,7 +43,7 @@ def draw(ratios: Mapping[Figure, Sequence[float]], cpu: str, path: Path) -> None
 
 
 def powers_of_two(values: Sequence[float]) -> list[float]:
-    """Those that `values` lie between. One of 0, as of tokens that came in bursts, has no place."""
+    """Powers that `values` lie between. A 0, as of tokens that came in bursts, has no place."""
     shown = [one for one in values if one > 0]
     first, last = floor(log2(min(shown))), ceil(log2(max(shown)))
     return [2.0**power for power in range(first, last + 1)]
