@@ -33,7 +33,6 @@ from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
 from sgl_pipeline.scheduling.kept_pages import KeptPages
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
-from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.lost_pages import LostPages
 from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
@@ -46,8 +45,8 @@ from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.step_results import StepResults
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
-from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget, limit_decodes
@@ -120,6 +119,7 @@ class StepScheduler:
             self._decode_reserve,
             self.tier,
         )
+        self._results = StepResults(self._in_flight, self._running, self._pages, self._finish)
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
         self._requests: dict[str, Request] = {}
@@ -238,45 +238,9 @@ class StepScheduler:
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
         wrong.
         """
-        microbatch = self._in_flight.take_result(step_id, token_ids, logprobs)
-        drawn, rows = iter(token_ids), iter(logprobs)
-        events = []
-        for chunk in microbatch.chunks:
-            new_ids = (next(drawn),) if chunk.samples else ()
-            if chunk.request.logprobs is not None:
-                keep_logprobs(chunk, next(rows))
-            event = self._book(chunk, new_ids, now_s)
-            if event is not None:
-                events.append(event)
+        events = self._results.take(step_id, token_ids, now_s, logprobs)
         self.pausing.retract_if_asked()
         return events
-
-    def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
-        """The commit fence: the pages that `chunk` wrote are now on every stage, and its token is
-        known."""
-        request = chunk.request
-        request.steps_in_flight -= 1
-        request.num_computed = chunk.end
-        if request.state is RequestState.FINISHED:
-            if request.steps_in_flight == 0:
-                self._pages.release(request)
-            return None
-        if not chunk.is_decode:
-            self._pages.commit(request)
-            if chunk.end < request.prefill_end:
-                return None
-            self._pages.end_prefill(request)
-        if request.first_token_s is None:
-            request.first_token_s = now_s
-        if request.stops.max_new_tokens == 0:
-            new_ids = ()
-        request.output_ids += new_ids
-        finish = finish_reason(request)
-        if finish is None:
-            self._running.make_ready(request)
-        else:
-            self._finish(request, finish)
-        return TokenEvent(request, new_ids, finish)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was_running = request.state is RequestState.RUNNING
@@ -424,12 +388,7 @@ class StepScheduler:
         self._pages.check_conservation()
         assert len(self._requests) == len(self._waiting) + len(self._running)
         for request in self._running:
-            assert request.state is RequestState.RUNNING
-            assert request.loaded_tokens <= request.cached_tokens
-            assert request.num_computed <= request.num_scheduled <= request.num_tokens
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
-            if request.logprobs is not None:
-                assert request.num_computed <= request.first_logits_position
         for microbatch in self._in_flight:
             for chunk in microbatch.chunks:
                 assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
