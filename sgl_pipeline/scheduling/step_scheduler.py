@@ -30,7 +30,6 @@ from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
-from sgl_pipeline.scheduling.kept_pages import KeptPages
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
 from sgl_pipeline.scheduling.lost_pages import LostPages
@@ -59,8 +58,8 @@ class StepScheduler:
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
-    `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store,
-    `kept_pages` keeps them for others.
+    `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store, and
+    for other servers.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -89,7 +88,6 @@ class StepScheduler:
         demand = RadixDemand(tree)
         storage = RadixStorage(tree, demand)
         self._pages = RequestPages(PagePool(num_pages), storage, demand)
-        self.kept_pages = KeptPages(tree, demand, storage, self._pages)
         self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills)
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
