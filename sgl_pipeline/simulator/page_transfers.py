@@ -13,6 +13,8 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import OfferOrder, StoreOrder, StoreReport
 
+PageOrder = StoreOrder | OfferOrder
+
 
 class PageSource(Protocol):
     """The place beyond the pool that a pipeline's tier uses, or gives its own pages to. A
@@ -34,9 +36,7 @@ class PageSource(Protocol):
     def exchange(self, core: PipelineCore, now_s: float) -> None:
         """Gives `core` what has come by now, and does what it asks for."""
 
-    def take(
-        self, order: StoreOrder | OfferOrder, plan: StagePlan, taken_s: Sequence[float]
-    ) -> None:
+    def take(self, order: PageOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
         """An order to all stages, which stage `s` takes at `taken_s[s]`."""
 
     def ran(self, stage: int, start_s: float, end_s: float) -> None:

@@ -29,17 +29,11 @@ class PeerLink:
 
 
 @dataclass(slots=True)
-class LinkEnd:
-    """One server's end of the link, which carries one transfer at a time."""
+class OfferedPages:
+    """The pages that a prefill server's stages let others read. Its end of the link, which carries
+    one transfer at a time, is free at `free_s`."""
 
     free_s: float = 0.0
-
-
-@dataclass(slots=True)
-class OfferedPages:
-    """The pages that a prefill server's stages let others read, and its end of the link."""
-
-    end: LinkEnd = field(default_factory=LinkEnd)
     # By the number of the offer: when each stage begins to offer the pages of its layers.
     _offers: dict[int, list[tuple[range, float]]] = field(default_factory=dict)
 
@@ -62,12 +56,12 @@ class OfferedPages:
 
 @dataclass(slots=True)
 class PeerReads:
-    """The loads of a decode server's stages from `sources`, by their names."""
+    """The loads of a decode server's stages from `sources`, by their names; `free_s` as there."""
 
     link: PeerLink
     layer_page_bytes: int
     sources: Mapping[str, OfferedPages]
-    end: LinkEnd = field(default_factory=LinkEnd)
+    free_s: float = 0.0
     loaded_bytes: int = 0
     _loads: dict[int, TransferQueue] = field(default_factory=dict)
 
@@ -121,9 +115,9 @@ class PeerReads:
         """The moment at which a stage has what it asks for at `asked_s`. A load that waits for an
         offer does not keep others from the link."""
         source, link = self.sources[order.source], self.link
-        begun_s = max(asked_s + link.latency_s, source.end.free_s, self.end.free_s)
+        begun_s = max(asked_s + link.latency_s, source.free_s, self.free_s)
         seconds = num_bytes / link.bytes_per_s
-        source.end.free_s = self.end.free_s = begun_s + seconds
+        source.free_s = self.free_s = begun_s + seconds
         self.loaded_bytes += num_bytes
         begun_s = max(begun_s, source.readable_s(order.offer, layers))
         return begun_s + seconds + link.latency_s

@@ -5,7 +5,6 @@ once a turn, and again when the scheduler has news for them. They are the place 
 each pipeline. No server is ever silent, so pings are not carried, and no room waits in vain.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -19,6 +18,7 @@ from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.page_transfers import PageOrder, PageSource
 from sgl_pipeline.simulator.peer_pages import OfferedPages, PeerReads
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.remote_attention import RemoteAttention
@@ -28,10 +28,8 @@ from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     LoadPages,
-    OfferOrder,
     OfferPages,
     PeerStage,
-    StoreOrder,
     UseStore,
     WithdrawPages,
 )
@@ -41,8 +39,8 @@ LIMITS = RoomLimits(bootstrap_timeout_s=FOR_EVER, waiting_timeout_s=FOR_EVER, si
 Rooms = TypeVar("Rooms", PrefillRooms, DecodeRooms)
 
 
-class RoomServer(ABC, Generic[Rooms]):
-    """A server, the `PageSource` of its pipeline. Whoever joins it to others sets `send`, which
+class RoomServer(PageSource, Generic[Rooms]):
+    """A server, as the `PageSource` of its pipeline. Whoever joins it to others sets `send`, which
     carries a message of a session to its other end, and `on_end`, which hears of each request that
     has ended, was refused or has failed."""
 
@@ -75,11 +73,6 @@ class RoomServer(ABC, Generic[Rooms]):
     def is_awaited(self) -> bool:
         return self._has_news
 
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """As `PageSource`."""
-
     def next_event_s(self) -> float:
         return float("-inf") if self._has_news else FOR_EVER
 
@@ -94,15 +87,6 @@ class RoomServer(ABC, Generic[Rooms]):
         for request in rooms.failed:
             self.pipeline.clients.fail(request, now_s)
         rooms.failed.clear()
-
-    @abstractmethod
-    def take(
-        self, order: StoreOrder | OfferOrder, plan: StagePlan, taken_s: Sequence[float]
-    ) -> None:
-        """As `PageSource`."""
-
-    def ran(self, stage: int, start_s: float, end_s: float) -> None:
-        """As `PageSource`."""
 
     @property
     def _has_news(self) -> bool:
@@ -149,11 +133,12 @@ class PrefillServer(RoomServer[PrefillRooms]):
         super().exchange(core, now_s)
         self.most_held_pages = max(self.most_held_pages, self._tier.held.num_pages)
 
-    def take(
-        self, order: StoreOrder | OfferOrder, plan: StagePlan, taken_s: Sequence[float]
-    ) -> None:
+    def take(self, order: PageOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
         assert isinstance(order, OfferPages | WithdrawPages), "a prefill server has no store"
         self.offers.take(order, plan, taken_s)
+
+    def ran(self, stage: int, start_s: float, end_s: float) -> None:
+        return  # its stages report steps alone
 
 
 class DecodeServer(RoomServer[DecodeRooms]):
@@ -213,9 +198,7 @@ class DecodeServer(RoomServer[DecodeRooms]):
             self.dial(name, now_s)
         super().exchange(core, now_s)
 
-    def take(
-        self, order: StoreOrder | OfferOrder, plan: StagePlan, taken_s: Sequence[float]
-    ) -> None:
+    def take(self, order: PageOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
         if isinstance(order, UseStore):
             self.reads.forget()
             return

@@ -14,15 +14,13 @@ from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.page_wishes import Lookup
-from sgl_pipeline.simulator.page_transfers import TransferQueue, reports_of
+from sgl_pipeline.simulator.page_transfers import PageOrder, TransferQueue, reports_of
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     LoadPages,
-    OfferOrder,
     PagesLoaded,
     PagesSaved,
     SavePages,
-    StoreOrder,
     StorePlace,
     StoreReport,
     UseStore,
@@ -121,9 +119,7 @@ class VirtualStore:
         for lookup in tier.take_lookups():
             self._questions.append((now_s + self._costs.latency_s, lookup))
 
-    def take(
-        self, order: StoreOrder | OfferOrder, plan: StagePlan, taken_s: Sequence[float]
-    ) -> None:
+    def take(self, order: PageOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
         """An order to all stages, which stage `s` takes at `taken_s[s]`."""
         if isinstance(order, UseStore):
             self._loads.clear()

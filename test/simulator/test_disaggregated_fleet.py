@@ -197,7 +197,7 @@ def test_a_load_waits_for_the_offers_of_the_stages_that_have_its_layers() -> Non
     order = LoadPages(0, b"", page, b"", (), "p", 7)
     reads.load(order, StagePlan(0, (1, 2)), [1.0, 1.0], crosses=True)
     # A page of one layer takes a second, and the wait for the other stage's takes no link's time.
-    assert offers.end.free_s == reads.end.free_s == 1 + LATENCY_S + 3
+    assert offers.free_s == reads.free_s == 1 + LATENCY_S + 3
     assert reads.next_report_s() == 5 + 1 + LATENCY_S
     first, second = reads.take_reports(50 + 2 + LATENCY_S)
     assert isinstance(first, PagesLoaded) and isinstance(second, PagesLoaded)
