@@ -1,4 +1,9 @@
-"""The results of steps: what was computed becomes matchable, and tokens go to their requests."""
+"""The results of steps, booked on their requests.
+
+For each chunk of the oldest step: makes a prefill's pages matchable; after its last chunk, and for
+a decode, appends the token and applies the stop rules: the request ends and releases its pages, or
+is ready for its next decode.
+"""
 
 from collections.abc import Callable, Sequence
 

@@ -13,10 +13,7 @@ steps. One step, from the arrival of its requests to its tokens:
                       while chunks are empty, no step is in flight and several requests run:
                                retract the last of them, decide again
                       return chunks, released pages, and pages to compute again, as a Microbatch
-    on_result:        for each chunk of the oldest step:
-                               make a prefill's pages matchable; after its last chunk, and for a
-                               decode, append the token and apply the stop rules: the request
-                               ends and releases its pages, or is ready for its next decode
+    on_result:        book the oldest step on its requests (`step_results.py`)
 """
 
 from collections.abc import Sequence
@@ -81,7 +78,6 @@ class StepScheduler:
         self.args = args
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self.use_policy(policy, args.accounting)
-        self._num_pages = num_pages
         self._in_flight = StepsInFlight(num_stages + args.extra_steps_in_flight)
 
         tree = RadixTree(args.page_size, enabled=args.radix_cache)
@@ -109,13 +105,9 @@ class StepScheduler:
         )
         self._now_s = 0.0
         self._decode_reserve = DecodeReserve(args.page_size, self._in_flight.limit)
+        reserve = self._decode_reserve
         self._meter = LoadMeter(
-            self._waiting,
-            self._running,
-            self._pages,
-            self._in_flight,
-            self._decode_reserve,
-            self.tier,
+            self._waiting, self._running, self._pages, self._in_flight, reserve, self.tier
         )
         self._results = StepResults(self._in_flight, self._running, self._pages, self._finish)
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
@@ -278,10 +270,9 @@ class StepScheduler:
         """
         if self.lost_pages.log is not None:
             self.lost_pages.log.use_capacity(log_pages)
-        if num_pages == self._num_pages:
+        if num_pages == self._pages.num_pages:
             return []
         self._pages.resize(num_pages)
-        self._num_pages = num_pages
         pool_tokens = num_pages * self.args.page_size
         self.limits = self._arrivals.limits = self.limits.with_pool(pool_tokens)
         refused = [(one, self.limits.refusal(one)) for one in self.requests()]
@@ -299,7 +290,7 @@ class StepScheduler:
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
         """The state of the whole system: as it is, or as `accounting` counts it for a policy."""
-        return self._meter.read(accounting, self._num_pages, self.step_times, self._now_s)
+        return self._meter.read(accounting, self.step_times, self._now_s)
 
     def explain(self, request_id: str) -> Explanation | None:
         """Explains what the request waits for now; None if it is not (or no longer) served."""
