@@ -199,6 +199,8 @@ class Request:
     loaded_tokens: int = 0
     # Where its keys and values are, if not here; it has a page here for its rows of a step.
     lease: Lease | None = None
+    # Tokens whose keys and values are there before it begins to run; 0 without a lease.
+    leased_tokens: int = 0
     num_retractions: int = 0
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)

@@ -114,6 +114,19 @@ class ArrivalsFromPeers:
         self._promise(request)
         self._waiting.let_go(request)
 
+    def leave_there(self, request: Request) -> None:
+        """The pages of the held `request` stay where they are: it waits for its turn, and needs none
+        of them here."""
+        self._drop_wish(self._held.pop(request))
+        self._promised[request] = 0
+        self._waiting.let_go(request)
+
+    def hold_again(self, request: Request) -> None:
+        """As before `leave_there`."""
+        del self._promised[request]
+        self._held[request] = _Arrival()
+        self._waiting.hold(request)
+
     def left(self, request: Request) -> None:
         """`request` runs, or has ended."""
         arrival = self._held.pop(request, None)
@@ -151,6 +164,11 @@ class ArrivalsFromPeers:
         """True if `request` is held here."""
         return request in self._held
 
+    def awaits_prompt(self, request: Request) -> bool:
+        """True if the prompt of `request` is being computed elsewhere."""
+        arrival = self._held.get(request)
+        return arrival is not None and arrival.wish is None
+
     def has_all(self, request: Request) -> bool:
         """True if `request` is not held any more, or all its pages that were found are cached."""
         arrival = self._held.get(request)
@@ -165,7 +183,7 @@ class ArrivalsFromPeers:
         runs or loads may still grow, and one that loads lacks the end of its prompt. All while
         there is none."""
         assert self._reserved_tokens is not None
-        num_growing = len(self._running) + len(self._promised)
+        num_growing = self._running.num_growing + len(self._promised)
         if not num_growing:
             return num_available
         tokens = min(
@@ -173,7 +191,7 @@ class ArrivalsFromPeers:
             self._running.remaining_output_tokens + self.promised_output_tokens,
         )
         page_size = self._storage.page_size
-        growth = max(len(self._running), -(-tokens // page_size))
+        growth = max(self._running.num_growing, -(-tokens // page_size))
         return num_available - growth - len(self._promised)
 
     @property

@@ -19,7 +19,7 @@ steps. One step, from the arrival of its requests to its tokens:
                                ends and releases its pages, or is ready for its next decode
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import RequestError
@@ -35,6 +35,7 @@ from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.lost_pages import LostPages
+from sgl_pipeline.scheduling.offloaded_requests import OffloadedRequests, leases_last
 from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.pausing import Pausing
@@ -97,6 +98,9 @@ class StepScheduler:
         self._preemption = Preemption(self._running, self._waiting, self._pages)
         self.pausing = Pausing(self._running, self._preemption)
         self.tier = KvTier(tree, demand, storage, self._pages, self._waiting, self._running, log)
+        self.offloaded = OffloadedRequests(
+            self._waiting, self._running, self._preemption, self.tier.arrivals
+        )
         self._admission = Admission(
             self._waiting,
             self._running,
@@ -207,7 +211,13 @@ class StepScheduler:
         log = self.lost_pages.log
         replays = () if log is None else log.take_up(chunks, released)
         microbatch = Microbatch(
-            self._in_flight.next_id, self.epoch, load, budget, tuple(chunks), released, replays
+            self._in_flight.next_id,
+            self.epoch,
+            load,
+            budget,
+            leases_last(chunks),
+            released,
+            replays,
         )
         self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.add(microbatch)
@@ -226,6 +236,7 @@ class StepScheduler:
         token_ids: Sequence[int],
         now_s: float,
         logprobs: Sequence[LogprobRows] = (),
+        lost_leases: Set[int] = frozenset(),
     ) -> list[TokenEvent]:
         """Applies the result of the oldest step in flight: every stage has run it.
 
@@ -234,20 +245,26 @@ class StepScheduler:
             token_ids: the last stage's tokens, one for each chunk that samples, in chunk order.
             now_s: the caller's clock in seconds.
             logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
+            lost_leases: numbers of leases that some stage could not use.
 
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
         wrong.
         """
         microbatch = self._in_flight.take_result(step_id, token_ids, logprobs)
+        if lost_leases:
+            self.offloaded.lose(microbatch.chunks, lost_leases)
         drawn, rows = iter(token_ids), iter(logprobs)
         events = []
         for chunk in microbatch.chunks:
             new_ids = (next(drawn),) if chunk.samples else ()
             if chunk.request.logprobs is not None:
-                keep_logprobs(chunk, next(rows))
+                row = next(rows)
+                if not self.offloaded.is_lost(chunk.request):
+                    keep_logprobs(chunk, row)
             event = self._book(chunk, new_ids, now_s)
             if event is not None:
                 events.append(event)
+        self.offloaded.retract_lost()
         self.pausing.retract_if_asked()
         return events
 
@@ -260,6 +277,8 @@ class StepScheduler:
         if request.state is RequestState.FINISHED:
             if request.steps_in_flight == 0:
                 self._pages.release(request)
+            return None
+        if self.offloaded.is_lost(request):
             return None
         if not chunk.is_decode:
             self._pages.commit(request)
@@ -290,6 +309,7 @@ class StepScheduler:
             end = self._pages.release(request)
         if request.room is not None:
             self.tier.on_room_ended(request, end)
+            self.offloaded.left(request)
 
     # When stages are lost, or others
 
@@ -298,6 +318,7 @@ class StepScheduler:
         have orders to drop it."""
         self.lost_pages.take_back_steps(self._in_flight)
         self._in_flight.forget()
+        self.offloaded.retract_lost()
         self.pausing.retract_if_asked()
 
     def use_stages(self, num_stages: int, now_s: float) -> None:
@@ -334,6 +355,11 @@ class StepScheduler:
     def next_step_id(self) -> int:
         """The id of the next step; all earlier ids are lower."""
         return self._in_flight.next_id
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Most steps in flight."""
+        return self._in_flight.limit
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
         """The state of the whole system: as it is, or as `accounting` counts it for a policy."""
@@ -427,10 +453,11 @@ class StepScheduler:
             assert request.state is RequestState.RUNNING
             assert request.loaded_tokens <= request.cached_tokens
             assert request.num_computed <= request.num_scheduled <= request.num_tokens
-            assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
+            num_begun = self._pages.pages_of(request, request.num_scheduled)
+            assert num_begun <= len(request.pages) or request.num_scheduled == request.leased_tokens
             if request.logprobs is not None:
                 assert request.num_computed <= request.first_logits_position
         for microbatch in self._in_flight:
             for chunk in microbatch.chunks:
-                assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
+                assert len(chunk.request.pages) >= self._pages.pages_of(chunk.request, chunk.end)
         self._running.check_invariants()
