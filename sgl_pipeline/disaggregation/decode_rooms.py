@@ -48,8 +48,8 @@ _TICK_S = 0.1
 @dataclass(slots=True, eq=False)
 class _Room:
     """`ready_s` is when the prefill server was ready. Pages are asked for again at `retry_s`, if
-    some did not come; none has come since `missing_s`. Since `asked_s` its pages are asked for as a
-    lease; while its request has one, nothing is waited for."""
+    some did not come; none has come since `missing_s`. As `BorrowingRoom`; while its request has a
+    lease nothing is waited for."""
 
     request: Request
     peer: str
@@ -231,7 +231,7 @@ class DecodeRooms:
             if room.request.lease is not None and not self.offloading.end(room):
                 room.ready_s = now_s
                 self._read(room)
-        elif room.asked_s is None:
+        elif room.asked_s is None or room.request.lease is not None:
             return  # it was not waited for any more
         elif isinstance(news, Lent):
             self.offloading.begin(room)
@@ -309,8 +309,8 @@ class DecodeRooms:
     def _tick(self, room: _Room, now_s: float) -> None:
         limits = self._limits
         if room.request.lease is not None:
-            return
-        if room.asked_s is not None and now_s - room.asked_s > ANSWER_S:
+            self.offloading.keep(room, now_s)
+        elif room.asked_s is not None and now_s - room.asked_s > ANSWER_S:
             self.offloading.refused(room, f"it has not answered for {ANSWER_S:g} s")
             self._read(room)
         elif room.ready_s is None:

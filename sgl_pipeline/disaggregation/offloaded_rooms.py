@@ -7,6 +7,7 @@ the request. A room with a lease ends with its request, or with the lease.
 from collections.abc import Iterable
 from typing import Protocol
 
+from sgl_pipeline.disaggregation.lent_rooms import REPEAT_S
 from sgl_pipeline.disaggregation.prefill_servers import PrefillServers
 from sgl_pipeline.disaggregation.room_messages import Borrow
 from sgl_pipeline.pipeline.offload_rule import OffloadRule
@@ -18,8 +19,8 @@ ANSWER_S = 5.0
 
 
 class BorrowingRoom(Protocol):
-    """A room as far as it matters here. `asked_s`: since then its prefill server is asked to lend
-    its pages, of which `num_pages` can be read."""
+    """A room as far as it matters here. Of its pages `num_pages` can be read; the prefill server was
+    last asked to lend them at `asked_s`."""
 
     request: Request
     peer: str
@@ -61,11 +62,22 @@ class OffloadedRooms:
         if reason is not None:
             self.last_refusal = reason
             return False
-        room.asked_s = now_s
-        # The last new token is never fed back, so its key and value are never stored.
-        num_tokens = len(request.prompt_ids) + max(0, request.stops.max_new_tokens - 1)
-        self._servers.send(room.peer, Borrow(room.number, num_pages, num_tokens))
+        self._ask(room, now_s)
         return True
+
+    def keep(self, room: BorrowingRoom, now_s: float) -> None:
+        """Says now and then that the lease of a room is used."""
+        if room.asked_s is None or now_s - room.asked_s > REPEAT_S:
+            self._ask(room, now_s)
+
+    def _ask(self, room: BorrowingRoom, now_s: float) -> None:
+        room.asked_s = now_s
+        prompt_ids, stops = room.request.prompt_ids, room.request.stops
+        # The last new token is never fed back, so its key and value are never stored.
+        num_tokens = len(prompt_ids) + max(0, stops.max_new_tokens - 1)
+        self._servers.send(
+            room.peer, Borrow(room.number, self._pages_to_borrow(room), num_tokens)
+        )
 
     def _pages_to_borrow(self, room: BorrowingRoom) -> int:
         """Of the pages that can be read those before the first token to compute."""
@@ -84,7 +96,6 @@ class OffloadedRooms:
 
     def begin(self, room: BorrowingRoom) -> None:
         """The pages that were asked for are lent."""
-        room.asked_s = None
         lease = Lease(room.peer, room.number)
         num_tokens = self._pages_to_borrow(room) * self._page_size
         self._offloaded.begin(room.request, lease, num_tokens)
@@ -98,6 +109,7 @@ class OffloadedRooms:
     def end(self, room: BorrowingRoom) -> bool:
         """The lease of a room is over. True if its request runs, and goes on without; else it is
         held again."""
+        room.asked_s = None
         runs = room.request.state is RequestState.RUNNING
         self._offloaded.end(room.request)
         self.num_ended_early += not runs

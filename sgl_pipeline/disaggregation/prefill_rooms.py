@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sgl_pipeline.disaggregation.half_rooms import MOST_REMEMBERED, HalfRooms
 from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
-from sgl_pipeline.disaggregation.lent_rooms import LentRooms
+from sgl_pipeline.disaggregation.lent_rooms import UNUSED_S, LentRooms
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import (
@@ -152,7 +152,7 @@ class PrefillRooms:
         elif isinstance(message, Want):
             self._want(session, message.room, now_s)
         elif isinstance(message, Borrow):
-            self._borrow(session, message)
+            self._borrow(session, message, now_s)
         elif isinstance(message, Got):
             self._got(session, message.room, now_s)
         elif isinstance(message, End):
@@ -233,10 +233,10 @@ class PrefillRooms:
         else:
             self._halves.want(number, session, now_s)
 
-    def _borrow(self, session: int, message: Borrow) -> None:
+    def _borrow(self, session: int, message: Borrow, now_s: float) -> None:
         room = self._rooms.get(message.room)
         if room is not None and room.session == session and room.ready_s is not None:
-            self.leases.borrow(session, message)
+            self.leases.borrow(session, message, now_s)
 
     def _got(self, session: int, number: int, now_s: float) -> None:
         room = self._rooms.get(number)
@@ -317,8 +317,10 @@ class PrefillRooms:
         patience_s = self._limits.bootstrap_timeout_s
         for number, room in [*self._rooms.items()]:
             if self.leases.is_lent(number):
-                continue  # for as long as its session lives
-            if room.ready_s is not None:
+                if self.leases.is_late(number, now_s):
+                    reason = f"the decode server has not named the lease for {UNUSED_S:g} s"
+                    self._fail(number, reason, 503, now_s)
+            elif room.ready_s is not None:
                 if now_s - room.ready_s > self._limits.waiting_timeout_s:
                     waited = f"for {self._limits.waiting_timeout_s:g} s"
                     reason = f"the decode server has not read the pages {waited}"

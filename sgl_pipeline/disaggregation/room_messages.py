@@ -74,7 +74,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Borrow(msgspec.Struct, frozen=True, tag=True):
     """The first `num_pages` offered pages of a room that is ready shall stay where they are, with
     room for `num_tokens` tokens in all: the prefill server computes the attention over them. It
-    answers `Lent` or `NotLent`, once."""
+    answers `Lent` or `NotLent`, once. Said again now and then while the lease is used."""
 
     room: RoomNumber
     num_pages: Count
