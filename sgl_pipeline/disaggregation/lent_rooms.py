@@ -1,4 +1,4 @@
-"""The leases of a prefill server's rooms: asked for, told to the decode servers, ended with them."""
+"""The leases of a prefill server's rooms: asked for, told to decode servers, ended with the rooms."""
 
 from sgl_pipeline.disaggregation.room_messages import (
     Borrow,

@@ -11,6 +11,7 @@ from sgl_pipeline.disaggregation.lent_rooms import REPEAT_S
 from sgl_pipeline.disaggregation.prefill_servers import PrefillServers
 from sgl_pipeline.disaggregation.room_messages import Borrow
 from sgl_pipeline.pipeline.offload_rule import OffloadRule
+from sgl_pipeline.pipeline.pipeline_state import OffloadState
 from sgl_pipeline.requests import Lease, Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler
 
@@ -19,8 +20,8 @@ ANSWER_S = 5.0
 
 
 class BorrowingRoom(Protocol):
-    """A room as far as it matters here. Of its pages `num_pages` can be read; the prefill server was
-    last asked to lend them at `asked_s`."""
+    """A room as far as it matters here. Of its pages `num_pages` can be read; the prefill server
+    was last asked to lend them at `asked_s`."""
 
     request: Request
     peer: str
@@ -75,9 +76,7 @@ class OffloadedRooms:
         prompt_ids, stops = room.request.prompt_ids, room.request.stops
         # The last new token is never fed back, so its key and value are never stored.
         num_tokens = len(prompt_ids) + max(0, stops.max_new_tokens - 1)
-        self._servers.send(
-            room.peer, Borrow(room.number, self._pages_to_borrow(room), num_tokens)
-        )
+        self._servers.send(room.peer, Borrow(room.number, self._pages_to_borrow(room), num_tokens))
 
     def _pages_to_borrow(self, room: BorrowingRoom) -> int:
         """Of the pages that can be read those before the first token to compute."""
@@ -120,6 +119,21 @@ class OffloadedRooms:
         ended = self._offloaded.take_ended()
         self.num_ended_early += len(ended)
         return ended
+
+    def state(self) -> OffloadState | None:
+        """The state as an operator sees it; None where none is offloaded."""
+        if self.rule is None:
+            return None
+        sizes = [request.num_tokens for request in self._offloaded]
+        return OffloadState(
+            requests=len(sizes),
+            tokens=sum(sizes),
+            bound=self.rule.bound(),
+            wait_share=self.rule.wait_share,
+            offloaded=self.num_offloaded,
+            ended_early=self.num_ended_early,
+            last_refusal=self.last_refusal,
+        )
 
     def tick(self, now_s: float) -> None:
         """Gives up a lease where steps wait too long for leases."""

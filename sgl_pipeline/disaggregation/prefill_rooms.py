@@ -181,9 +181,7 @@ class PrefillRooms:
     def has_news(self) -> bool:
         """True if the scheduler has something for `serve`."""
         held, lent = self._held, self._tier.lent
-        return bool(
-            self._tier.ended_rooms or held.offered or held.lost or lent.lent or lent.over
-        )
+        return bool(self._tier.ended_rooms or held.offered or held.lost or lent.lent or lent.over)
 
     @property
     def num_rooms(self) -> int:

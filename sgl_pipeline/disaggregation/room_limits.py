@@ -12,8 +12,8 @@ class RoomLimits:
     without `reserved_tokens` tokens for each request that may grow; where a prompt does not come
     for a reason that is not the request's, it computes it itself if `falls_back`. A prefill server
     admits no request while more than `held_share` of its pages wait to be read, and `lends` pages
-    or does not. A peer that says nothing for `silence_s` is dead: a cut of the network of two seconds is over by then, since TCP
-    repeats what was lost.
+    or does not. A peer that says nothing for `silence_s` is dead: a cut of the network of two
+    seconds is over by then, since TCP repeats what was lost.
     """
 
     bootstrap_timeout_s: float = 300.0

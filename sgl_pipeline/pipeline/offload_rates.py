@@ -33,8 +33,9 @@ class OffloadRates:
         self._local_s = _KEPT * self._local_s + (work.local_s if work.local_tokens else 0.0)
         self._remote_pairs = _KEPT * self._remote_pairs + layers * work.remote_tokens
         self._remote_s = _KEPT * self._remote_s + work.remote_s
-        self._exchange_s = _KEPT * self._exchange_s + max(0.0, work.trip_s - work.remote_s)
-        self._layers = _KEPT * self._layers + layers
+        if work.wait_s > 0.0:  # else it is not known when the results were there
+            self._exchange_s = _KEPT * self._exchange_s + max(0.0, work.trip_s - work.remote_s)
+            self._layers = _KEPT * self._layers + layers
 
     @property
     def are_known(self) -> bool:
@@ -53,8 +54,9 @@ class OffloadRates:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of the way to an executor and back, for one layer."""
-        return self._exchange_s / self._layers
+        """Seconds of the way to an executor and back, for one layer; 0 while no stage has waited
+        behind its own attention."""
+        return self._exchange_s / self._layers if self._layers else 0.0
 
     def take_wait_share(self, now_s: float) -> float | None:
         """The share of computing time that stages have waited, of the window that ends now; None

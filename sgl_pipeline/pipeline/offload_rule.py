@@ -57,7 +57,9 @@ class OffloadRule:
             if now_s < self._rests_until_s:
                 return f"steps have waited for {self.wait_share:.0%} of their time"
             if not self.rates.are_known:
-                return "the rates are being measured with another one" if elsewhere.requests else None
+                return (
+                    "the rates are being measured with another one" if elsewhere.requests else None
+                )
             if not self._is_hidden(here, elsewhere + AttentionWork(1, request.num_tokens)):
                 return "its attention would take longer than that of the requests here"
             bound = self._bound(here, elsewhere)
@@ -84,9 +86,10 @@ class OffloadRule:
         return now_s - self._slow_since_s >= REST_S
 
     def bound(self) -> float | None:
-        """The largest ratio of offloaded to local attention now; None while it is not known."""
+        """The largest ratio of offloaded to local attention now; None while it is not known, or if
+        there is none."""
         if self.ratio is not None:
-            return self.ratio
+            return None if math.isinf(self.ratio) else self.ratio
         return self._bound(*self._work(None, frozenset())) if self.rates.are_known else None
 
     def _work(

@@ -59,6 +59,11 @@ class LentPages:
         self._digest = digest
 
     @property
+    def is_on(self) -> bool:
+        """True if pages are lent."""
+        return self._digest is not None
+
+    @property
     def most_pages(self) -> int:
         """Pages that may be lent in all, those of prompts counted for each lease; 0: none is."""
         return 0 if self._digest is None else int(MOST_LENT_SHARE * self._pages.num_pages)

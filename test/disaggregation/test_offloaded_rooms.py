@@ -11,9 +11,7 @@ from sgl_pipeline.requests import Request, RequestState, Room
 
 PROMPT = [token % 7 for token in range(3, 40)]
 WHOLE_PAGES = len(PROMPT) // PAGE_SIZE
-LENDS = RoomLimits(
-    bootstrap_timeout_s=20.0, waiting_timeout_s=20.0, reserved_tokens=4, lends=True
-)
+LENDS = RoomLimits(bootstrap_timeout_s=20.0, waiting_timeout_s=20.0, reserved_tokens=4, lends=True)
 Pair = tuple[RoomWorld, PrefillServer, DecodeServer]
 
 
