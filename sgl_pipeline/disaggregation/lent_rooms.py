@@ -1,4 +1,4 @@
-"""The leases of a prefill server's rooms: asked for, told to decode servers, ended with the rooms."""
+"""The leases of a prefill server's rooms: asked for, told to decode servers, over with the room."""
 
 from sgl_pipeline.disaggregation.room_messages import (
     Borrow,

@@ -269,7 +269,7 @@ class PipelineCore:
             yield step
 
     def take_booked_behind(self) -> list[OpenStep]:
-        """Steps that were booked behind the one that `take_report` returned, since the last call."""
+        """Steps since the last call that were booked behind those that `take_report` returned."""
         steps, self._booked_behind = self._booked_behind, []
         return steps
 

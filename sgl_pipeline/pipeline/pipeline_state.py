@@ -69,8 +69,9 @@ class OffloadState(msgspec.Struct, frozen=True, kw_only=True):
     On a prefill server `lent_rooms` have `lent_pages`, those of prompts counted for each, of at
     most `most_lent_pages`. On a decode server `requests` are offloaded, of `tokens` in all; `bound`
     is their largest ratio to those that are not (None: not known yet, or without a bound),
-    `wait_share` of their time steps with them have waited. Since the start `offloaded` were, of these `ended_early` had to go
-    on without; `last_refusal` says why the last one that could have been was not.
+    `wait_share` of their time steps with them have waited. Since the start `offloaded` were, of
+    these `ended_early` had to go on without; `last_refusal` says why the last one that could have
+    been was not.
     """
 
     lent_rooms: int = 0

@@ -128,8 +128,8 @@ class Admission:
     def _admit_next(self) -> Request | None:
         """Admits the head of the queue if its whole prefill fits, else no request.
 
-        One page for each running request that may grow stays out of reach: without it, decodes that are about to
-        need their next page would retract the newcomer at once.
+        One page for each running request that may grow stays out of reach: without it, decodes that
+        are about to need their next page would retract the newcomer at once.
         """
         if len(self._running) >= self._max_running_requests:
             return None

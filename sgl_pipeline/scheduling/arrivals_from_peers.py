@@ -115,8 +115,8 @@ class ArrivalsFromPeers:
         self._waiting.let_go(request)
 
     def leave_there(self, request: Request) -> None:
-        """The pages of the held `request` stay where they are: it waits for its turn, and needs none
-        of them here."""
+        """The pages of the held `request` stay where they are: it waits for its turn, and needs
+        none of them here."""
         self._drop_wish(self._held.pop(request))
         self._promised[request] = 0
         self._waiting.let_go(request)

@@ -88,11 +88,12 @@ class OffloadedRequests:
         """A step with `chunks` has come back, in which the leases `numbers` could not be used: what
         their rows have become has no meaning."""
         for chunk in chunks:
-            request = chunk.request
-            if request.lease is not None and request.lease.number in numbers:
-                if request.state is RequestState.RUNNING:
-                    self._lost.add(request)
-                    self._running.stop_prefill(request)
+            request, lease = chunk.request, chunk.request.lease
+            if lease is None or lease.number not in numbers:
+                continue
+            if request.state is RequestState.RUNNING:
+                self._lost.add(request)
+                self._running.stop_prefill(request)
 
     def is_lost(self, request: Request) -> bool:
         """True if nothing of the steps of `request` counts any more."""

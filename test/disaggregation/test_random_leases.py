@@ -1,4 +1,4 @@
-"""As `test_random_rooms.py`, with prefill servers that lend pages, and faults while they are lent."""
+"""As `test_random_rooms.py`, with prefill servers that lend pages, and faults meanwhile."""
 
 from collections.abc import Callable
 from typing import Any
