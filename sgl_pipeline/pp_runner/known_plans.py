@@ -14,12 +14,9 @@ class KnownPlans:
     def newest(self) -> StagePlan:
         return self._plans[max(self._plans)]
 
-    def know(self, plan: StagePlan) -> None:
-        """Adds a plan.
-
-        Raises ProtocolError when its epoch is not newer than all known ones, or when it is not of
-        this pipeline.
-        """
+    def check(self, plan: StagePlan) -> None:
+        """Raises ProtocolError when the epoch of `plan` is not newer than all known ones, or when
+        it is not of this pipeline."""
         newest = self.newest
         if plan.epoch <= newest.epoch:
             raise ProtocolError(
@@ -30,6 +27,9 @@ class KnownPlans:
                 f"the plan of epoch {plan.epoch} has {plan.num_layers} layers in {plan.num_stages} "
                 f"stages, this pipeline has {newest.num_layers} in {newest.num_stages}"
             )
+
+    def add(self, plan: StagePlan) -> None:
+        """Knows a plan that was checked."""
         self._plans[plan.epoch] = plan
 
     def of(self, step_id: int, epoch: int) -> StagePlan:

@@ -109,10 +109,11 @@ class StageRunner:
         Raises ProtocolError when the epoch is not newer, when the plan is not of this pipeline, or
         when the stage does not hold its layers.
         """
-        self._plans.know(plan)
+        self._plans.check(plan)
         layers = plan.layers_of(self.stage)
         self.held_layers.require(layers, f"the plan of epoch {plan.epoch}")
         self._layers.prepare(plan.epoch, layers)
+        self._plans.add(plan)
 
     def restore(self, snapshot: MirrorSnapshot) -> None:
         """Takes over the scheduler's view of all open requests, and of the log."""
