@@ -5,7 +5,7 @@ of a pipeline that attends to all by itself.
 Real stages, sockets and keys of two servers; what their schedulers order is the test's.
 """
 
-import os
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -14,17 +14,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from support.clusters import host_directory, open_port
 from support.driven_stages import Driven, DrivenStages, LendingStages
-from support.tiny_models import VOCAB_SIZE, tiny_model
+from support.generic_families import generic_model
+from support.tiny_models import tiny_model
 
+from sgl_pipeline.pp_runner.lent_attention import executor_stream
+from sgl_pipeline.pp_runner.lent_attention.leases import Planned
+from sgl_pipeline.pp_runner.model.generic.probe import probe
+from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.requests import GREEDY, SamplingSpec
+from sgl_pipeline.wire.attention_messages import AttendedRows, AttendRows
 
 pytestmark = pytest.mark.slow
 
 NUM_REQUESTS, OUTPUT_TOKENS = 5, 10
+VOCAB_SIZE = 128  # that of the smallest model
 # With pages of 4 tokens the rests of these prompts have 1, 2, 3, 4 and 1 tokens.
 PROMPT_TOKENS = (61, 58, 47, 36, 21)
 SEEDED = SamplingSpec(temperature=0.9, seed=5)
@@ -44,8 +52,17 @@ def sampling_of(number: int) -> SamplingSpec:
 
 
 @cache
-def alone(model: str = "qwen3", **stage: Any) -> list[Driven]:
-    stages = DrivenStages(tiny_model(model), (6,), **KERNELS, **stage)
+def spec_of(model: Path) -> GenericSpec:
+    return probe(model)
+
+
+@cache
+def alone(
+    model: Path | None = None, num_layers: int = 6, is_generic: bool = False, **stage: Any
+) -> list[Driven]:
+    path = model or tiny_model("qwen3")
+    spec = spec_of(path) if is_generic else None
+    stages = DrivenStages(path, (num_layers,), spec=spec, **KERNELS | stage)
     requests = [
         stages.new_request(prompt_of(number), OUTPUT_TOKENS, sampling_of(number))
         for number in range(NUM_REQUESTS)
@@ -144,4 +161,144 @@ def test_experts_and_windows(pair: Pair, model: str) -> None:
     pair.start(((4, 2), (1, 5)), tiny_model(model))
     requests = pair.requests(SOME)
     pair.decode.run(requests, OUTPUT_TOKENS)
-    assert_equal(requests, alone(model))
+    assert_equal(requests, alone(tiny_model(model)))
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma2", "mimo-v2-flash"])
+def test_layers_of_transformers_with_sinks_softcaps_and_other_widths_of_values(
+    pair: Pair, family: str
+) -> None:
+    """torch's products may give a row other bits in other company."""
+    model = generic_model(family)
+    pair.start(((1, 3), (2, 2)), model, spec=spec_of(model))
+    requests = pair.requests(SOME)
+    pair.decode.run(requests, OUTPUT_TOKENS)
+    for one, other in zip(requests, alone(model, 4, is_generic=True), strict=True):
+        assert one.output_ids == other.output_ids
+        logits, wanted = torch.stack(one.logits), torch.stack(other.logits)
+        assert float((logits - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_leases_of_two_servers_in_one_step(pair: Pair, tmp_path: Path) -> None:
+    pair.start(((6,), (2, 4)))
+    directory = host_directory(tmp_path / "Q")
+    with open_port(directory) as (address, _):
+        other = LendingStages(tiny_model("qwen3"), (1, 5), directory, address, name="Q", **KERNELS)
+        for runner in pair.decode.runners:
+            runner.offload.use((pair.prefill.place, other.place))
+        requests = [pair.request(number, is_offloaded=True) for number in (0, 1)]
+        for number, where in ((2, other), (3, pair.prefill), (4, other)):
+            lease, num_lent = where.lend(prompt_of(number), OUTPUT_TOKENS)
+            requests.append(pair.decode.new_request(
+                prompt_of(number), OUTPUT_TOKENS, sampling_of(number), lease, num_lent
+            ))  # fmt: skip
+        pair.decode.run(requests, OUTPUT_TOKENS)
+        assert_equal(requests, alone())
+        other.close()
+
+
+def test_each_stage_reports_its_part_of_the_work(pair: Pair) -> None:
+    pair.start(((6,), (2, 4)))
+    requests = [pair.request(0, True), pair.request(1, False), pair.request(4, True)]
+    assert pair.decode.step(requests, most_tokens=5) == set()
+    works = [report.offloaded for report in pair.decode.reports]
+    for work, num_layers in zip(works, (2, 4), strict=True):
+        assert work is not None and work.num_layers == num_layers
+        assert work.local_tokens == 1 + 2 + 3 + 4 + 5
+        assert work.remote_tokens == PROMPT_TOKENS[0] + PROMPT_TOKENS[4]
+        assert 0 < work.local_s < work.trip_s and 0 < work.wait_s < work.trip_s
+        assert 0 < work.remote_s < work.trip_s
+    pair.decode.step([requests[1]])
+    assert [report.offloaded for report in pair.decode.reports[2:]] == [None, None]
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("way", ["dies", "hangs"])
+def test_an_executor_that_is_gone_in_the_middle_of_a_step_costs_its_leases_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, stage: int, way: str
+) -> None:
+    """Those of the decode server's requests that have lost a lease are computed anew there."""
+    monkeypatch.setattr(executor_stream, "ANSWER_LIMIT_S", 0.5)
+    pair.start(((2, 4), (3, 3)))
+    requests = pair.requests(SOME)
+    for _ in range(4):
+        pair.decode.step(requests)
+    leases, calls = pair.prefill.leases[stage]._leases, list[int]()
+    attend, going_on = leases.attend, threading.Event()
+
+    def attend_once_more(planned: Planned, rows: AttendRows) -> AttendedRows:
+        calls.append(rows.layer)
+        if len(calls) > 1:
+            if way == "dies":
+                raise OSError("killed")
+            going_on.wait(20.0)
+        return attend(planned, rows)
+
+    monkeypatch.setattr(leases, "attend", attend_once_more)
+    numbers = {one.lease.number for one in requests if one.lease is not None}
+    for limit_s in (1.0, 1.0, 0.3):  # each stage of two finds out; then none is asked for a second
+        started_s = time.monotonic()
+        assert pair.decode.step(requests) == numbers
+        assert time.monotonic() - started_s < limit_s
+    monkeypatch.setattr(leases, "attend", attend)
+    going_on.set()
+    retracted = [pair.request(number, is_offloaded=False) for number in sorted(SOME)]
+    for one, number in zip(retracted, sorted(SOME), strict=True):
+        one.tokens += requests[number].output_ids
+        one.logits += requests[number].logits
+        requests[number] = one
+    pair.decode.run(requests, OUTPUT_TOKENS)
+    assert_equal(requests, alone())
+    time.sleep(max(0.0, started_s + executor_stream.REDIAL_PAUSE_S - time.monotonic()))
+    again = pair.request(1, is_offloaded=True)
+    pair.decode.run([again], OUTPUT_TOKENS)
+    assert again.output_ids == alone()[1].output_ids
+
+
+def test_a_lease_that_ends_while_it_is_used_is_refused_and_no_other(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.start(((2, 4), (6,)))
+    requests = pair.requests(ALL)
+    for _ in range(3):
+        assert not pair.decode.step(requests)
+    ended = requests.pop(2)
+    assert ended.lease is not None
+    pair.prefill.end(ended.lease)
+    with caplog.at_level(logging.WARNING):
+        assert pair.decode.step([ended, *requests]) == {ended.lease.number}
+    text = f"peer P refuses lease {ended.lease.number}: it is not lent here, or not any more"
+    assert [record.getMessage() for record in caplog.records] == [text]
+    pair.decode.run(requests, OUTPUT_TOKENS)
+    others = [one for number, one in enumerate(alone()) if number != 2]
+    assert_equal(requests, others)
+
+
+def test_a_lease_of_a_server_that_is_not_in_use_is_lost_at_once(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.start(((2, 4), (6,)))
+    request = pair.request(0, is_offloaded=True)
+    assert request.lease is not None
+    place = pair.prefill.place
+    for peers in ((), (msgspec.structs.replace(place, stages=place.stages[1:]),)):
+        pair.decode.runners[0].offload.use(peers)
+        assert pair.decode.step([request]) == {request.lease.number}
+        assert "the leases of peer P are lost: it is not in use here" in caplog.text
+        caplog.clear()
+    other = msgspec.structs.replace(place, digest="ukv1-0")
+    pair.decode.runners[0].offload.use((other,))
+    assert pair.decode.step([request]) == {request.lease.number}
+    assert "of another model or format" in caplog.text
+
+
+def test_a_server_that_forgets_all_leases_refuses_them(pair: Pair) -> None:
+    pair.start(((2, 4), (1, 5)))
+    requests = pair.requests(ALL)
+    pair.decode.step(requests)
+    for transfers in pair.prefill.transfers:
+        transfers.cancel()
+    assert pair.decode.step(requests) == {one.lease.number for one in requests if one.lease}

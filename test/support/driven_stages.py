@@ -108,8 +108,8 @@ class DrivenStages:
         return Driven(number, [*prompt], len(prompt), pages, num_lent, lease, sampling)
 
     def step(self, requests: Sequence[Driven], most_tokens: int = 9) -> set[int]:
-        """One step with the next tokens of each request. Takes the tokens that it draws, but for
-        those of lost leases, which it returns."""
+        """One step with the next tokens of each request. Returns the leases that are lost; their
+        tokens are not taken, and would be computed again."""
         ordered = sorted(requests, key=lambda one: one.lease is not None)
         opens = tuple(
             RequestOpen(one.handle, one.sampling, one.num_prompt, None, one.lease)
@@ -124,12 +124,13 @@ class DrivenStages:
         lost = {lease for report in reports for lease in report.lost_leases}
         drawn = iter(zip(reports[-1].token_ids or (), self._step_logits, strict=True))
         for one, chunk in zip(ordered, chunks, strict=True):
+            token, logits = next(drawn) if chunk.samples else (None, None)
+            if one.lease is not None and one.lease.number in lost:
+                continue
             one.num_computed += chunk.length
-            if chunk.samples:
-                token, logits = next(drawn)
-                if one.lease is None or one.lease.number not in lost:
-                    one.tokens.append(token)
-                    one.logits.append(logits)
+            if token is not None and logits is not None:
+                one.tokens.append(token)
+                one.logits.append(logits)
         return lost
 
     def run(self, requests: Sequence[Driven], num_tokens: int, most_tokens: int = 9) -> None:

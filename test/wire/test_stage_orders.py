@@ -15,8 +15,8 @@ from support.malformed_data import MSGPACK
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.requests import Lease, LogprobSpec, SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.wire.logged_pages import LogContents
 from sgl_pipeline.wire.lease_orders import EndLease, LendPages
+from sgl_pipeline.wire.logged_pages import LogContents
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.stage_orders import OrderReader, OrderStream, SealedOrder, StageOrder
 from sgl_pipeline.wire.step_order import (
