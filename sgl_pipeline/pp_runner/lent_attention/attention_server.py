@@ -12,24 +12,30 @@ from sgl_pipeline.wire.attention_messages import PlanAttention, encode, read_que
 class Borrower:
     """A peer's stage, and the step that it runs."""
 
-    events = select.EPOLLIN
     has_timer = False
 
     def __init__(self, stream: FramedStream, leases: Leases) -> None:
         self._stream, self._leases = stream, leases
         self._planned: Planned | None = None
+        self._may_have_sent_more = False
+
+    @property
+    def events(self) -> int:
+        """See `Visitor`."""
+        return select.EPOLLOUT if self._may_have_sent_more else select.EPOLLIN
 
     def serve(self, now_s: float) -> None:
-        """Answers what has come. See `Visitor`."""
-        while (frame := self._stream.receive()) is not None:
-            question = read_question(frame)
-            if isinstance(question, PlanAttention):
-                self._planned = Planned(question)
-                continue
-            if self._planned is None:
-                raise MalformedData("rows came before their plan")
-            if self._stream.has_backlog:
-                raise MalformedData("rows came before the results of others were read")
+        """Takes a plan, or answers the rows of a layer."""
+        frame = self._stream.receive()
+        self._may_have_sent_more = frame is not None
+        if frame is None:
+            return
+        question = read_question(frame)
+        if isinstance(question, PlanAttention):
+            self._planned = Planned(question)
+        elif self._planned is None:
+            raise MalformedData("rows came before their plan")
+        else:
             self._stream.send(encode(self._leases.attend(self._planned, question)))
 
 
