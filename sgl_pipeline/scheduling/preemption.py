@@ -42,12 +42,14 @@ class Preemption:
         return True
 
     def _last_behind(self, request: Request) -> Request | None:
-        """The request to take pages from for one before it: the last without a lease, because one
-        with a lease has a single page."""
+        """The request to take pages from for one before it. Not one with a lease: its single page
+        comes back anyway, because nothing keeps it from going on."""
         behind = (
-            one for one in self._running if not one.steps_in_flight and one.order > request.order
+            one
+            for one in self._running
+            if not one.steps_in_flight and one.order > request.order and one.lease is None
         )
-        return max(behind, key=lambda one: (one.lease is None, one.order), default=None)
+        return max(behind, key=lambda one: one.order, default=None)
 
     def retract_last(self) -> None:
         """Retracts the last running request in order; none may have a step in flight."""
