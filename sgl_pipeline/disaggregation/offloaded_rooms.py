@@ -43,6 +43,7 @@ class OffloadedRooms:
         self, scheduler: StepScheduler, servers: PrefillServers, rule: OffloadRule | None
     ) -> None:
         self._offloaded, self._servers = scheduler.offloaded, servers
+        self._arrivals = scheduler.tier.arrivals
         self._page_size = scheduler.args.page_size
         self.rule = rule
         self.num_offloaded = 0  # since the start, and of these those that had to go on without
@@ -63,6 +64,7 @@ class OffloadedRooms:
         if reason is not None:
             self.last_refusal = reason
             return False
+        self._arrivals.ask_to_lend(request, room.peer)
         self._ask(room, now_s)
         return True
 

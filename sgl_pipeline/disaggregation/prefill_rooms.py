@@ -124,9 +124,9 @@ class PrefillRooms:
             return
         self._stages = stages
         self._epoch += 1
-        for number, session in self._sessions.items():
-            if session.is_known:
-                self.outbox.append((number, PeerStages(epoch=self._epoch, stages=stages)))
+        lent_tokens = self._tier.lent.most_tokens
+        news = PeerStages(epoch=self._epoch, stages=stages, lent_tokens=lent_tokens)
+        self.outbox += [(one, news) for one, session in self._sessions.items() if session.is_known]
 
     def connected(self, session: int, now_s: float) -> None:
         """A decode server has dialed."""

@@ -199,8 +199,7 @@ class PrefillServers:
             self._give_up(address, reason, 500, now_s)
             return
         peer.epoch, peer.stages = message.epoch, message.stages
-        if isinstance(message, PeerWelcome):
-            peer.lent_tokens = message.lent_tokens
+        peer.lent_tokens = message.lent_tokens
         peer.failing_since_s, peer.rest_s = None, REDIAL_S
         self._tell_places()
         if is_new:

@@ -54,6 +54,7 @@ class PeerStages(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     epoch: Count
     stages: tuple[PeerStage, ...]
+    lent_tokens: Count = 0
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ def prefill_state(rooms: PrefillRooms, tier: KvTier) -> RoomsState:
         mode="prefill",
         num_peers=rooms.num_peers,
         bootstrap_requests=rooms.num_unwanted,
-        transfer_requests=tier.held.num_rooms,
+        transfer_requests=tier.held.num_rooms - tier.lent.num_leases,
         held_pages=tier.held.num_pages,
         transferred=counts.num_transferred,
         transfer_s=counts.transfer_s,

@@ -21,7 +21,7 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 @dataclass(slots=True, eq=False)
 class _Arrival:
     """A held request. `wish` asks for its pages; None until they can be read. `is_loading`: an
-    order to load some of them is under way."""
+    order to load some of them is under way. Without a wish, `source` is asked to lend them."""
 
     source: str = ""
     wish: Wish | None = None
@@ -114,6 +114,11 @@ class ArrivalsFromPeers:
         self._promise(request)
         self._waiting.let_go(request)
 
+    def ask_to_lend(self, request: Request, source: str) -> None:
+        """The peer `source`, which has computed the prompt of the held `request`, is asked to lend
+        its pages; `leave_there` or `found` follows."""
+        self._held[request].source = source
+
     def leave_there(self, request: Request) -> None:
         """The pages of the held `request` stay where they are: it waits for its turn, and needs
         none of them here."""
@@ -167,7 +172,7 @@ class ArrivalsFromPeers:
     def awaits_prompt(self, request: Request) -> bool:
         """True if the prompt of `request` is being computed elsewhere."""
         arrival = self._held.get(request)
-        return arrival is not None and arrival.wish is None
+        return arrival is not None and not arrival.source
 
     def has_all(self, request: Request) -> bool:
         """True if `request` is not held any more, or all its pages that were found are cached."""
@@ -214,6 +219,8 @@ class ArrivalsFromPeers:
         arrival = self._held.get(request)
         if arrival is None:
             return None
+        if arrival.wish is None and arrival.source:
+            return f"{arrival.source} is asked to keep its pages and to compute its attention"
         if arrival.wish is None:
             return "another server computes its prompt"
         here = self._pages_here(request, arrival)

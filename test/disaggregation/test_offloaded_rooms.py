@@ -161,17 +161,27 @@ def test_a_room_that_fails_before_its_turn_fails_its_request() -> None:
     assert prefill.tier.lent.num_leases == 0
 
 
+def while_its_stages_are_busy(world: RoomWorld, seconds: float) -> None:
+    """The prefill server's stages take no order."""
+    (decode,) = world.decodes()
+    for _ in range(int(seconds / 0.05)):
+        world.now_s += 0.05
+        for server in world.servers:
+            world.turn(server)
+        world.run_stages(decode)
+
+
 @pytest.mark.parametrize("phase", ["asked", "waiting", "in flight", "decoding"])
 def test_a_client_that_leaves_ends_the_lease_in_each_phase(phase: str) -> None:
     world, prefill, decode = pair()
     if phase == "asked":
         second = both(world)
-        while prefill.tier.held.num_rooms == 0:
+        while decode.tier.arrivals.awaits_prompt(second):
             world.step()
-        prefill.core.is_held = True  # its stages are told of no lease
-        for _ in range(5):
-            world.step()
-        assert second.lease is None and decode.tier.arrivals.awaits_prompt(second)
+        while_its_stages_are_busy(world, 0.5)
+        explanation = decode.core.scheduler.explain(second.request_id)
+        assert second.lease is None and explanation is not None
+        assert explanation.text == "p:1 is asked to keep its pages and to compute its attention"
     elif phase == "waiting":
         second = waits_with_its_lease(world, decode)
     else:
@@ -181,7 +191,7 @@ def test_a_client_that_leaves_ends_the_lease_in_each_phase(phase: str) -> None:
             world.turn(decode)
             assert second.steps_in_flight
     world.abort(decode, second)
-    prefill.core.is_held = decode.core.is_held = False
+    decode.core.is_held = False
     world.run()
     world.check()
     assert second.finish is not None and second.finish.status_code == 499
@@ -204,15 +214,10 @@ def test_a_server_without_room_is_read_as_always() -> None:
 def test_a_server_that_does_not_answer_is_read_as_always() -> None:
     world, prefill, decode = pair()
     second = both(world)
-    while prefill.tier.held.num_rooms == 0:
+    while decode.tier.arrivals.awaits_prompt(second):
         world.step()
-    world.step()
-    # It lends nothing while layers are held; nor can it be read, until they are where they stay.
-    prefill.core.is_held = True
-    for _ in range(int(ANSWER_S / 0.05) + 10):
-        world.step()
+    while_its_stages_are_busy(world, ANSWER_S + 0.5)
     assert "it has not answered for 5 s" in decode.rooms.offloading.last_refusal
-    prefill.core.is_held = False
     world.run()
     world.check()
     assert second.output_ids == right_output(PROMPT, 9)
@@ -328,6 +333,7 @@ def test_operators_see_what_is_offloaded() -> None:
     )
     lent = prefill_state(prefill.rooms, prefill.tier).offload
     assert lent == OffloadState(lent_rooms=1, lent_pages=24, most_lent_pages=32)
+    assert prefill_state(prefill.rooms, prefill.tier).transfer_requests == 0
     world.run()
     world.check()
     records = [one for one in decode.core.take_events() if isinstance(one, StepRecord)]
