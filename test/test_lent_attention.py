@@ -26,7 +26,9 @@ from sgl_pipeline.pp_runner.lent_attention import executor_stream
 from sgl_pipeline.pp_runner.lent_attention.leases import Planned
 from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
+from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.requests import GREEDY, SamplingSpec
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.attention_messages import AttendedRows, AttendRows
 
 pytestmark = pytest.mark.slow
@@ -210,6 +212,48 @@ def test_each_stage_reports_its_part_of_the_work(pair: Pair) -> None:
         assert 0 < work.remote_s < work.trip_s
     pair.decode.step([requests[1]])
     assert [report.offloaded for report in pair.decode.reports[2:]] == [None, None]
+
+
+def test_steps_without_leases_are_recorded_calls_between_those_with_some(pair: Pair) -> None:
+    pair.start(((6,), (2, 4)), dtype="bfloat16")
+    requests = pair.requests(SOME)
+    local = [one for one in requests if one.lease is None]
+    for number in range(4):
+        pair.decode.step(local if number % 2 else requests)
+        for runner in pair.decode.runners:
+            assert isinstance(runner._layers, RecordedLayers)
+            assert runner._layers.is_recorded == (number > 0)
+    pair.decode.run(requests, OUTPUT_TOKENS)
+    assert_equal(requests, alone(dtype="bfloat16"))
+
+
+def test_the_server_that_lends_goes_on_with_its_own_steps(pair: Pair) -> None:
+    pair.start(((2, 4), (6,)), dtype="bfloat16")
+    requests = pair.requests(ALL)
+    own = [
+        pair.prefill.new_request(prompt_of(number), OUTPUT_TOKENS, sampling_of(number))
+        for number in range(NUM_REQUESTS)
+    ]
+    steps = threading.Thread(target=pair.prefill.run, args=(own, OUTPUT_TOKENS, 5))
+    steps.start()
+    pair.decode.run(requests, OUTPUT_TOKENS)
+    steps.join()
+    assert_equal(requests, alone(dtype="bfloat16"))
+    assert_equal(own, alone(dtype="bfloat16"))
+
+
+def test_layers_move_on_the_decode_server_while_its_requests_are_elsewhere(pair: Pair) -> None:
+    pair.start(((4, 2), (2, 4)))
+    requests = pair.requests(ALL)
+    for _ in range(4):
+        assert not pair.decode.step(requests)
+    pair.decode.plan = StagePlan(1, (5, 1))
+    for layer in (2, 3, 4):
+        pair.decode.runners[0].held_layers.hold(layer)
+    for runner in pair.decode.runners:
+        runner.know_plan(pair.decode.plan)
+    pair.decode.run(requests, OUTPUT_TOKENS)
+    assert_equal(requests, alone())
 
 
 # What goes wrong

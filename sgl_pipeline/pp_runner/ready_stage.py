@@ -37,13 +37,7 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
-from sgl_pipeline.wire.store_orders import (
-    LoadPages,
-    OfferPages,
-    SavePages,
-    UseStore,
-    WithdrawPages,
-)
+from sgl_pipeline.wire.store_orders import LoadPages, OfferPages, SavePages, UseStore, WithdrawPages
 
 # A GPU that has a step to run and one to follow never waits for the host. A third step that the
 # host launched would wait in FlashInfer's plan for the first of them.

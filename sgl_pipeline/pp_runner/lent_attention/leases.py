@@ -28,7 +28,7 @@ from sgl_pipeline.wire.attention_messages import (
 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
     """`pages` in the sequence of its tokens. Those before position `own_start` are read only; of
     the others each layer's hold the positions before `ends[layer]`."""
@@ -56,10 +56,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """The chunks of a plan that are not refused: their rows among the plan's, their places in
-    pages (`StepInputs.slots`) and the layout."""
+    """The chunks of a plan that are not refused, each with its lease: their rows among the plan's,
+    their places in pages (`StepInputs.slots`) and the layout."""
 
     chunks: tuple[LeasedChunk, ...]
+    leases: tuple[Lease, ...]
     rows: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     layout: PagedLayout
@@ -178,32 +179,10 @@ class Leases:
         """The part of a plan without `refused` leases; that of the layer before, if it is equal."""
         without = {one.lease for one in refused}
         chunks = tuple(one for one in planned.plan.chunks if one.lease not in without)
-        if planned.part is None or planned.part.chunks != chunks:
-            planned.part = self._new_part(planned.plan, chunks)
+        leases = tuple(self._leases[one.lease] for one in chunks)
+        if planned.part is None or planned.part.leases != leases:
+            planned.part = _new_part(planned.plan, chunks, leases, self._shapes[0].page_size)
         return planned.part
-
-    def _new_part(self, plan: PlanAttention, chunks: tuple[LeasedChunk, ...]) -> _Part:
-        page_size = self._shapes[0].page_size
-        rows, slots, row = [], [], 0
-        for chunk in plan.chunks:
-            if chunk in chunks:
-                positions = np.arange(chunk.start, chunk.start + chunk.length)
-                pages = self._leases[chunk.lease].pages[positions // page_size].astype(np.int64)
-                rows.append(np.arange(row, row + chunk.length))
-                slots.append(pages * page_size + positions % page_size)
-            row += chunk.length
-        layout = paged_layout(
-            np.array([chunk.start for chunk in chunks], np.int64),
-            np.array([chunk.length for chunk in chunks], np.int64),
-            [self._visible_pages(chunk) for chunk in chunks],
-            page_size,
-        )
-        return _Part(chunks, np.concatenate(rows), np.concatenate(slots), layout)
-
-    def _visible_pages(self, chunk: LeasedChunk) -> npt.NDArray[np.int32]:
-        """The pages that hold positions 0 to the chunk's end."""
-        end = chunk.start + chunk.length
-        return self._leases[chunk.lease].pages[: -(-end // self._shapes[0].page_size)]
 
     def _attend(
         self,
@@ -221,8 +200,8 @@ class Leases:
             memory = pages.flatten(0, 1).flatten(1).view(torch.uint8).numpy()
             content = numbers.flatten(1).view(torch.uint8).numpy()
             memory[part.slots] = content if is_whole else content[part.rows]
-        for chunk in part.chunks:
-            self._leases[chunk.lease].ends[layer] = chunk.start + chunk.length
+        for chunk, lease in zip(part.chunks, part.leases, strict=True):
+            lease.ends[layer] = chunk.start + chunk.length
         assert self._attention is not None
         if part is not self._planned:
             self._attention.plan(part.layout)
@@ -230,6 +209,29 @@ class Leases:
         backend = self._attention.of(layer)
         asked = query if is_whole else query[rows]
         output[rows] = backend.attend(asked, *self._pages[layer], sinks)
+
+
+def _new_part(
+    plan: PlanAttention,
+    chunks: tuple[LeasedChunk, ...],
+    leases: tuple[Lease, ...],
+    page_size: int,
+) -> _Part:
+    of_chunks = dict(zip(chunks, leases, strict=True))
+    rows, slots, visible, row = [], [], [], 0
+    for chunk in plan.chunks:
+        if (lease := of_chunks.get(chunk)) is not None:
+            end = chunk.start + chunk.length
+            positions = np.arange(chunk.start, end)
+            pages = lease.pages[positions // page_size].astype(np.int64)
+            rows.append(np.arange(row, row + chunk.length))
+            slots.append(pages * page_size + positions % page_size)
+            visible.append(lease.pages[: -(-end // page_size)])
+        row += chunk.length
+    starts = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    layout = paged_layout(starts, lengths, visible, page_size)
+    return _Part(chunks, leases, np.concatenate(rows), np.concatenate(slots), layout)
 
 
 def _tensor(

@@ -79,7 +79,7 @@ class StageLeases:
             self._server = serve_attention(self._leases, self._run_directory, self._door)
 
     def take_reports(self) -> list[PagesLent]:
-        """Those of the leases that have begun since the last call."""
+        """The reports of leases that have begun since the last call."""
         begun, self._begun = self._begun, []
         return begun
 

@@ -100,7 +100,7 @@ class StreamServer(Generic[V]):
 
     @property
     def visitors(self) -> list[V]:
-        """Those of the streams that are open."""
+        """The other ends of the open streams."""
         return [visit.visitor for visit in self._visits.values()]
 
     def look_again(self) -> None:

@@ -152,13 +152,18 @@ def test_each_layer_goes_on_from_its_own_rows() -> None:
 
 
 def test_a_plan_outlives_no_lease_of_its() -> None:
-    leases, _, _ = lend()
+    leases, pool, _ = lend()
     shapes = shapes_of(torch.float32)
     planned = Planned(plan_of((4, 6, 1), (9, 3, 1)))
     assert leases.attend(planned, random_rows(0, shapes[0], 2)).refused == ()
     leases.end(9)
     (refused,) = leases.attend(planned, random_rows(1, shapes[1], 2)).refused
     assert refused.lease == 9
+    leases.lend(9, DIGEST, torch.tensor([1, 3], dtype=torch.int32).numpy(), 1)  # another one
+    rows = random_rows(1, shapes[1], 2)
+    assert leases.attend(planned, rows).refused == ()
+    (keys, _) = pool.pages(1)
+    assert bytes(bytes_of(keys[3, 0])) == bytes(rows.keys[len(rows.keys) // 2 :])
     leases.forget()
     assert not leases.knows_layers
     assert len(leases.attend(planned, random_rows(2, shapes[2], 2)).refused) == 2
