@@ -173,7 +173,7 @@ def while_its_stages_are_busy(world: RoomWorld, seconds: float) -> None:
 
 @pytest.mark.parametrize("phase", ["asked", "waiting", "in flight", "decoding"])
 def test_a_client_that_leaves_ends_the_lease_in_each_phase(phase: str) -> None:
-    world, prefill, decode = pair()
+    world, _, decode = pair()
     if phase == "asked":
         second = both(world)
         while decode.tier.arrivals.awaits_prompt(second):
