@@ -143,7 +143,8 @@ class ReadyStage:
     def _use_store(self, order: UseStore) -> None:
         """Begins with another store and other peers, which also have what they have lent."""
         self._transfers.obey(order)
-        self._runner.offload.use(order.peers)
+        if order.peers:  # without any no page is loaded now, and attention of leases goes on
+            self._runner.offload.use(order.peers)
 
     def _finish_handover(self, order: FinishHandover) -> None:
         """Refuses transfers first: a load fills pages that the other worker does not get."""

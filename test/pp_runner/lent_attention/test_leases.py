@@ -252,8 +252,7 @@ def test_an_end_waits_for_the_layer_under_way_and_comes_before_the_next() -> Non
     answers: list[bool] = []
 
     def borrow() -> None:
-        for _ in range(2):
-            answers.append(bool(leases.attend(planned, rows).refused))
+        answers.extend(bool(leases.attend(planned, rows).refused) for _ in range(2))
 
     borrower = threading.Thread(target=borrow)
     borrower.start()
