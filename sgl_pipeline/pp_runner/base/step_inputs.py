@@ -71,8 +71,6 @@ class StepInputs:
         return self.token_ids.numel()
 
 
-_NO_PAGES = np.empty(0, np.int32)
-
 # Brings arrays to the stage's device.
 Upload = Callable[[Sequence[np.ndarray]], Sequence[torch.Tensor]]
 
@@ -94,21 +92,19 @@ def build_step_inputs(
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
     ends = starts + lengths
-    query_indptr = np.concatenate(([0], np.cumsum(lengths)))
-    local_pages = [_pages(chunk, page_size) for chunk in chunks[:num_local]]
-    layout = paged_layout(starts[:num_local], lengths[:num_local], local_pages, page_size)
-    pages, first_pages = layout.page_indices.numpy(), layout.page_indptr.numpy()[:-1]
-    lent = None
-    if num_local < len(chunks):
-        lent = LentRows(int(query_indptr[num_local]), chunks[num_local:])
-        of_leases = [_lease_page(chunk, page_size) for chunk in lent.chunks]
-        places = np.arange(len(pages), len(pages) + len(of_leases))
-        first_pages = np.concatenate((first_pages, places - starts[num_local:] // page_size))
-        pages = np.concatenate((pages, np.array(of_leases, np.int32)))
+    query_indptr = _indptr(lengths)
+    pages = [_pages(chunk, page_size) for chunk in chunks[:num_local]]
+    pages += [_lease_page(chunk, page_size) for chunk in chunks[num_local:]]
+    page_counts = np.array([len(run) for run in pages], np.int64)
+    page_indptr = _indptr(page_counts)
+    page_indices = np.concatenate(pages)
+    # Of each chunk the index that a page of position 0 has, or would have.
+    first_pages = page_indptr[:-1].copy()
+    first_pages[num_local:] -= starts[num_local:] // page_size
 
     chunk_of_row = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(query_indptr[-1]) - query_indptr[chunk_of_row] + starts[chunk_of_row]
-    page_of_row = pages[first_pages[chunk_of_row] + positions // page_size]
+    page_of_row = page_indices[first_pages[chunk_of_row] + positions // page_size]
     slots = page_of_row.astype(np.int64) * page_size + positions % page_size
 
     samples = np.array([chunk.samples for chunk in chunks], bool)
@@ -120,11 +116,19 @@ def build_step_inputs(
         token_ids=on_device[0],
         positions=on_device[1],
         slots=on_device[2],
-        layout=layout,
+        layout=_layout(
+            page_size,
+            lengths[:num_local],
+            query_indptr[: num_local + 1],
+            ends[:num_local],
+            page_counts[:num_local],
+            page_indptr[: num_local + 1],
+            page_indices[: page_indptr[num_local]],
+        ),
         sample_rows=on_device[3],
         sample_positions=torch.from_numpy(ends[samples]),
         sampling=tuple(chunk.request.sampling for chunk in chunks if chunk.samples),
-        lent=lent,
+        lent=_lent_rows(chunks, num_local, query_indptr),
     )
 
 
@@ -136,16 +140,15 @@ def paged_layout(
 ) -> PagedLayout:
     """The layout of chunks that begin at positions `starts` [C], of `lengths` [C], each with the
     pages that hold positions 0 to its end."""
-    ends = starts + lengths
     page_counts = np.array([len(run) for run in pages], np.int64)
-    return PagedLayout(
-        page_size=page_size,
-        num_decodes=_leading_ones(lengths),
-        query_indptr=_int32(np.concatenate(([0], np.cumsum(lengths)))),
-        page_indptr=_int32(np.concatenate(([0], np.cumsum(page_counts)))),
-        page_indices=_int32(np.concatenate((_NO_PAGES, *pages))),
-        last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
-        kv_lengths=_int32(ends),
+    return _layout(
+        page_size,
+        lengths,
+        _indptr(lengths),
+        starts + lengths,
+        page_counts,
+        _indptr(page_counts),
+        np.concatenate(pages),
     )
 
 
@@ -168,28 +171,56 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def _layout(
+    page_size: int,
+    lengths: np.ndarray,
+    query_indptr: np.ndarray,
+    ends: np.ndarray,
+    page_counts: np.ndarray,
+    page_indptr: np.ndarray,
+    page_indices: np.ndarray,
+) -> PagedLayout:
+    return PagedLayout(
+        page_size=page_size,
+        num_decodes=_leading_ones(lengths),
+        query_indptr=_int32(query_indptr),
+        page_indptr=_int32(page_indptr),
+        page_indices=_int32(page_indices),
+        last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
+        kv_lengths=_int32(ends),
+    )
+
+
 def _num_local(chunks: Sequence[MirroredChunk]) -> int:
     """The number of chunks before those of leases."""
     count = len(chunks)
     while count and chunks[count - 1].request.lease is not None:
         count -= 1
-    if any(chunk.request.lease is not None for chunk in chunks[:count]):
-        raise ProtocolError("a chunk of a lease comes before one of a request without")
     return count
 
 
-def _lease_page(chunk: MirroredChunk, page_size: int) -> int:
-    """The page that takes the chunk's keys and values."""
+def _lent_rows(
+    chunks: Sequence[MirroredChunk], num_local: int, query_indptr: np.ndarray
+) -> LentRows | None:
+    if num_local == len(chunks):
+        return None
+    return LentRows(int(query_indptr[num_local]), chunks[num_local:])
+
+
+def _lease_page(chunk: MirroredChunk, page_size: int) -> np.ndarray:
+    """The page that takes the keys and values of a lease's chunk."""
     if chunk.start // page_size != (chunk.start + chunk.length - 1) // page_size:
         raise ProtocolError(
             f"{chunk.length} rows of a lease from position {chunk.start} on, which are not within "
             f"a page of {page_size}"
         )
-    return chunk.request.pages[0]
+    return np.frombuffer(chunk.request.pages, np.int32, 1).copy()
 
 
 def _pages(chunk: MirroredChunk, page_size: int) -> np.ndarray:
     """The pages that hold positions 0 to the chunk's end; a copy, as the request's array grows."""
+    if chunk.request.lease is not None:
+        raise ProtocolError("a chunk of a lease comes before one of a request without")
     count = -(-(chunk.start + chunk.length) // page_size)
     return np.frombuffer(chunk.request.pages, np.int32, count).copy()
 
@@ -202,6 +233,10 @@ def _token_ids(chunk: MirroredChunk) -> np.ndarray:
 def _leading_ones(lengths: np.ndarray) -> int:
     longer = np.flatnonzero(lengths != 1)
     return int(longer[0]) if longer.size else len(lengths)
+
+
+def _indptr(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(counts)))
 
 
 def _int32(values: np.ndarray) -> torch.Tensor:

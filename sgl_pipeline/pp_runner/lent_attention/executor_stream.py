@@ -82,8 +82,7 @@ class ExecutorStream:
         try:
             while (payload := self._stream.receive()) is None:
                 self._stream.flush()
-                left_s = limit_s - time.monotonic()
-                if left_s <= 0.0 or not self._stream.wait(left_s):
+                if not self._stream.wait(limit_s - time.monotonic()):
                     raise self._lost(f"it did not answer within {ANSWER_LIMIT_S:g} s")
         except StreamClosed as ending:
             raise self._lost(f"the connection ended: {ending}") from ending

@@ -248,11 +248,11 @@ def test_an_end_waits_for_the_layer_under_way_and_comes_before_the_next() -> Non
         return attend(*arguments)  # type: ignore[arg-type]
 
     backend.attend = attend_slowly  # type: ignore[method-assign]
-    planned, answers = Planned(plan_of((4, 6, 1))), list[bool]()
+    planned, rows = Planned(plan_of((4, 6, 1))), random_rows(0, shapes[0], 1)
+    answers: list[bool] = []
 
     def borrow() -> None:
-        for _ in range(2):
-            answers.append(bool(leases.attend(planned, random_rows(0, shapes[0], 1)).refused))
+        answers.extend(bool(leases.attend(planned, rows).refused) for _ in range(2))
 
     borrower = threading.Thread(target=borrow)
     borrower.start()
@@ -261,7 +261,21 @@ def test_an_end_waits_for_the_layer_under_way_and_comes_before_the_next() -> Non
     end.start()
     time.sleep(0.05)
     assert end.is_alive(), "a page was given back while it was read"
-    going_on.release()
+    going_on.release(2)
     end.join(20.0)
     borrower.join(20.0)
     assert not end.is_alive() and answers == [False, True]
+
+
+def test_no_layer_begins_while_an_end_waits_for_the_lock() -> None:
+    leases, _, _ = lend()
+    planned, rows = Planned(plan_of((4, 6, 1))), random_rows(0, shapes_of(torch.float32)[0], 1)
+    borrower = threading.Thread(target=leases.attend, args=(planned, rows))
+    with leases._turn:  # as an end holds it
+        borrower.start()
+        borrower.join(0.2)
+        assert borrower.is_alive()
+        assert leases._lock.acquire(blocking=False)
+        leases._lock.release()
+    borrower.join(20.0)
+    assert not borrower.is_alive()

@@ -377,14 +377,22 @@ def test_a_stage_without_work_begins_a_lease_when_pages_have_arrived(tmp_path: P
         stage.mover.is_open = False
 
 
-def test_leases_are_found_at_the_peers_that_are_in_use() -> None:
-    stream = OrderStream()
-    peers = (PeerPlace(name="P", digest="ukv1-0", stages=(PeerStage("host:1/door", (0, 6)),)),)
-    orders = [UseStore(None, peers), SwitchPlan(1, PLAN)]
-    channel = ScriptedChannel([*map(stream.seal, orders), Shutdown()])
+def test_leases_are_found_at_the_newest_peers_also_while_no_pages_are_read() -> None:
+    stream, seen = OrderStream(), list[str]()
+    old, new = (
+        PeerPlace(name=name, digest="ukv1-0", stages=(PeerStage("host:1/door", (0, 6)),))
+        for name in "PQ"
+    )
+    orders = [UseStore(None, (old,)), UseStore(None), SwitchPlan(1, PLAN), UseStore(None, (new,))]
+
+    def look() -> None:
+        seen.append("".join(stage.runner.offload._peers))
+
+    looks = [one for order in orders for one in (stream.seal(order), look)]
+    channel = ScriptedChannel([*looks, Shutdown()])
     stage = Stage(channel, MemoryStore())
     stage.ready.serve()
-    assert stage.runner.offload._peers == {"P": peers[0]}
+    assert seen == ["P", "P", "P", "Q"]
     stage.transfers.close()
 
 
