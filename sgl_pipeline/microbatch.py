@@ -111,7 +111,9 @@ def _work_of(chunks: tuple[Chunk, ...]) -> StepWork:
         length = chunk.length
         tokens += length
         samples += chunk.samples
-        if chunk.is_decode:
+        if chunk.request.lease is not None:  # its attention is computed elsewhere
+            decodes += chunk.is_decode
+        elif chunk.is_decode:
             decodes += 1
             by_decodes += chunk.start + length
         else:

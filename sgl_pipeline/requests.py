@@ -87,6 +87,15 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True):
     of_token_ids: bytes = b""  # float32 [R, len(token_ids)]
 
 
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """The pages that the prefill server `source` (`PeerPlace.name`) lends to one request under the
+    number of its room: the attention over them is computed there. Travels to the stages, so it is a
+    Struct."""
+
+    source: str
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class FinishReason:
     """The reason why a request ended. `matched` is the stop token id or stop string, if any."""
@@ -188,6 +197,10 @@ class Request:
     peer_cached_tokens: int | None = None
     # Of these, tokens whose pages were loaded from the store for it.
     loaded_tokens: int = 0
+    # Where its keys and values are, if not here; it has a page here for its rows of a step.
+    lease: Lease | None = None
+    # Tokens whose keys and values are there before it begins to run; 0 without a lease.
+    leased_tokens: int = 0
     num_retractions: int = 0
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)

@@ -23,7 +23,7 @@ FLOORS = (
     *("pp_runner/cpu_kernels", "pp_runner/base", "pp_runner/weights", "pp_runner/layer_kernels"),
     *("pp_runner/attention", "pp_runner/model", "pp_runner/model/generic", "pp_runner/output"),
     *("pp_runner/flashinfer", "pp_runner/cuda", "pp_runner/layer_moves", "pp_runner/links"),
-    *("pp_runner/page_store",),
+    *("pp_runner/lent_attention", "pp_runner/page_store"),
     *("pp_runner",),
     *("managers/upstream", "managers/channels", "managers/gguf", "managers/command_line"),
     *("managers/grammars", "managers/reports", "managers/tiers", "managers/disaggregation"),

@@ -7,7 +7,7 @@ nothing else. Prompts are drawn from 256 ids, whose integers Python keeps once.
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -91,9 +91,10 @@ class TimedScheduler(StepScheduler):
         token_ids: Sequence[int],
         now_s: float,
         logprobs: Sequence[LogprobRows] = (),
+        lost_leases: Set[int] = frozenset(),
     ) -> list[TokenEvent]:
         call, book = self.timings.call, super().on_result
-        return call("on_result", book, step_id, token_ids, now_s, logprobs)
+        return call("on_result", book, step_id, token_ids, now_s, logprobs, lost_leases)
 
     def add(self, request: Request) -> Request | None:
         return self.timings.call("add", super().add, request)

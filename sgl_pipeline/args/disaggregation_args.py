@@ -11,6 +11,9 @@ DISAGGREGATION_MODES: tuple[Mode, ...] = get_args(Mode)
 PAGE_LINK = "page_link"
 _MODE = "--disaggregation-mode"
 _FALLBACK = "--disaggregation-decode-fallback"
+_OFFLOAD = "--enable-attention-offload"
+_RATIO = "--attention-offload-ratio"
+_AUTO = "auto"
 
 
 def _require_page_link(flag: str, value: str) -> None:
@@ -19,6 +22,14 @@ def _require_page_link(flag: str, value: str) -> None:
         f"{flag} {value} is not built: pages go over encrypted TCP streams, from stage to stage; "
         f"leave the flag out, or give {PAGE_LINK}",
     )
+
+
+def _require_ratio(flag: str, value: str) -> None:
+    try:
+        is_ratio = value == _AUTO or float(value) >= 0.0
+    except ValueError:
+        is_ratio = False
+    require(is_ratio, f"{flag} {value} is neither {_AUTO} nor a number from 0 to inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +43,9 @@ class DisaggregationArgs:
     request for `bootstrap_timeout_s` until a decode server asks for them, and a decode server waits
     as long until they are computed; they may take `waiting_timeout_s` to cross. A peer is lost
     that says nothing for `silence_s`. `failure_probability` is that of a room, for tests.
+
+    With `attention_offload` a prefill server lends pages, and a decode server leaves the attention
+    of some requests to those that do: up to `attention_offload_ratio` of its own, in tokens.
     """
 
     mode: Mode = upstream_flag("null", _MODE, check=one_of(DISAGGREGATION_MODES))
@@ -50,6 +64,20 @@ class DisaggregationArgs:
         help="With --disaggregation-mode decode, prompts are computed here where their prefill "
         "server fails, or does not answer in time.",
     )
+    attention_offload: bool = our_flag(
+        False,
+        _OFFLOAD,
+        help="A prefill server lends pages to decode servers and computes attention over them; a "
+        "decode server leaves the attention of some requests there. Both need it.",
+    )
+    attention_offload_ratio: str = our_flag(
+        _AUTO,
+        _RATIO,
+        help="With --disaggregation-mode decode, the most tokens whose attention is offloaded, as "
+        "a ratio to those attended to here: a number, inf (all that can be), or auto, by the "
+        "measured rates and only where steps do not wait for it.",
+        check=_require_ratio,
+    )
     bootstrap_timeout_s: float = without_flag(
         300.0, "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT sets it"
     )
@@ -61,6 +89,12 @@ class DisaggregationArgs:
     def is_on(self) -> bool:
         """True if this server does only one of the two."""
         return self.mode != "null"
+
+    @property
+    def offload_ratio(self) -> float | None:
+        """The ratio as a number; None: by what is measured."""
+        ratio = self.attention_offload_ratio
+        return None if ratio == _AUTO else float(ratio)
 
     @property
     def engine_type(self) -> str:
@@ -79,3 +113,9 @@ class DisaggregationArgs:
             self.mode == "decode" or not self.decode_fallback,
             f"{_FALLBACK} is for {_MODE} decode, this is {self.mode}",
         )
+        is_default = self.attention_offload_ratio == _AUTO
+        require(
+            is_default or self.mode == "decode",
+            f"{_RATIO} is for {_MODE} decode, this is {self.mode}",
+        )
+        require(is_default or self.attention_offload, f"{_RATIO} does nothing without {_OFFLOAD}")

@@ -96,6 +96,11 @@ class PipelineArgs:
             f"--disaggregation-mode {self.disaggregation.mode} hands pages of the radix cache on, "
             "and --disable-radix-cache switches that off; give one of them",
         )
+        require(
+            self.stages.device == "cpu" or not self.disaggregation.attention_offload,
+            f"--enable-attention-offload with --device {self.stages.device} is not built: it is "
+            "for CPUs only; leave it out",
+        )
         hosts = self.cluster.num_hosts
         require_stage_on_each(self.stages.num_stages, hosts)
         require(

@@ -67,6 +67,13 @@ class FramedStream:
             if num_read == 0:
                 return None
 
+    def is_idle(self) -> bool:
+        """True if the stream is open, and no frame has come that was not taken."""
+        try:
+            return self.receive() is None
+        except StreamClosed:
+            return False
+
     def wait(self, timeout_s: float | None) -> bool:
         """Returns once the stream may have something to read, or has written its backlog, or after
         `timeout_s` (None: never); whether that came first."""

@@ -13,18 +13,24 @@ three. What arrives of a session that is over has no effect.
 from dataclasses import dataclass
 
 from sgl_pipeline.disaggregation.identity import ServerIdentity
+from sgl_pipeline.disaggregation.offloaded_rooms import ANSWER_S, OffloadedRooms
 from sgl_pipeline.disaggregation.prefill_servers import MOST_PEERS, PrefillServers
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import (
+    AboutRoom,
     End,
     FromDecode,
     FromPrefill,
     Got,
+    LeaseOver,
+    Lent,
+    NotLent,
     Ready,
     Want,
 )
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerPlace
@@ -42,7 +48,8 @@ _TICK_S = 0.1
 @dataclass(slots=True, eq=False)
 class _Room:
     """`ready_s` is when the prefill server was ready. Pages are asked for again at `retry_s`, if
-    some did not come; none has come since `missing_s`."""
+    some did not come; none has come since `missing_s`. As `BorrowingRoom`; while its request has a
+    lease nothing is waited for."""
 
     request: Request
     peer: str
@@ -53,6 +60,7 @@ class _Room:
     rest_s: float = FIRST_RETRY_S
     missing_s: float | None = None
     loaded_before: int = 0
+    asked_s: float | None = None
 
     @property
     def number(self) -> int:
@@ -61,15 +69,24 @@ class _Room:
 
 
 class DecodeRooms:
-    """All rooms of one `scheduler`, which is that of a decode server from now on."""
+    """All rooms of one `scheduler`, which is that of a decode server from now on.
+
+    Args:
+        rule: says which prompts stay where they were computed; None: none.
+    """
 
     def __init__(
-        self, scheduler: StepScheduler, identity: ServerIdentity, limits: RoomLimits
+        self,
+        scheduler: StepScheduler,
+        identity: ServerIdentity,
+        limits: RoomLimits,
+        rule: OffloadRule | None = None,
     ) -> None:
         self._scheduler, self._tier = scheduler, scheduler.tier
         self._arrivals = scheduler.tier.arrivals
         self._limits = limits
         self._servers = PrefillServers(identity, limits, self)
+        self.offloading = OffloadedRooms(scheduler, self._servers, rule)
         self._rooms: dict[int, _Room] = {}
         self._next_tick_s = float("-inf")
         self._orphans_since_s: float | None = None
@@ -146,10 +163,7 @@ class DecodeRooms:
         room = self._rooms.get(news.room)
         if room is None or room.peer != address:
             return  # it has ended here
-        if isinstance(news, End):
-            self._fail(room, news.reason, news.status, now_s, tells=False)
-        elif room.ready_s is None:
-            self._be_ready(room, news, now_s)
+        self._hear(room, news, now_s)
 
     def serve(self, now_s: float) -> None:
         """Goes on with what has happened in the scheduler, and with what time brings."""
@@ -161,15 +175,24 @@ class DecodeRooms:
         for room in [*self._rooms.values()]:
             self._tick(room, now_s)
         self._take_loads(now_s)
+        self.offloading.tick(now_s)
+        self._take_ended(now_s)
         self._cut_off_orphans(now_s)
         self._servers.tick(now_s, self._needed_peers())
 
     # Queries
 
     @property
+    def has_news(self) -> bool:
+        """True if the scheduler has something for `serve`."""
+        return bool(
+            self._tier.ended_rooms or self._arrivals.ended or self._scheduler.offloaded.has_ended
+        )
+
+    @property
     def num_rooms(self) -> int:
         """Requests whose prompts have not come yet."""
-        return len(self._rooms)
+        return sum(room.request.lease is None for room in self._rooms.values())
 
     @property
     def num_peers(self) -> int:
@@ -198,13 +221,46 @@ class DecodeRooms:
     def _needed_peers(self) -> set[str]:
         return {room.peer for room in self._rooms.values()}
 
+    def _hear(self, room: _Room, news: AboutRoom, now_s: float) -> None:
+        if isinstance(news, End):
+            self._fail(room, news.reason, news.status, now_s, tells=False)
+        elif isinstance(news, Ready):
+            if room.ready_s is None:
+                self._be_ready(room, news, now_s)
+        elif isinstance(news, LeaseOver):
+            if room.request.lease is not None and not self.offloading.end(room):
+                room.ready_s = now_s
+                self._read(room)
+        elif room.asked_s is None or room.request.lease is not None:
+            return  # it was not waited for any more
+        elif isinstance(news, Lent):
+            self.offloading.begin(room)
+        elif isinstance(news, NotLent):
+            self.offloading.refused(room, news.reason)
+            self._read(room)
+
     def _be_ready(self, room: _Room, message: Ready, now_s: float) -> None:
         room.ready_s, room.num_pages = now_s, message.num_pages
         room.request.peer_cached_tokens = message.cached_tokens
-        self._arrivals.found(room.request, room.peer, message.num_pages)
+        if not self.offloading.ask(room, self._rooms.values(), now_s):
+            self._read(room)
+
+    def _read(self, room: _Room) -> None:
+        """The room's pages are loaded."""
+        self._arrivals.found(room.request, room.peer, room.num_pages)
+
+    def _take_leases(self, now_s: float) -> None:
+        """Requests that have lost their lease while they ran compute all here."""
+        for request, lease in self.offloading.take_ended():
+            room = self._rooms.get(lease.number)
+            if room is not None and room.request is request:
+                del self._rooms[room.number]
+                self._servers.send_end(room.peer, Got(room.number), now_s)
 
     def _take_ended(self, now_s: float) -> None:
-        """Requests that have ended, here or by their clients, need nothing any more."""
+        """Requests that have ended, here or by their clients, need nothing any more; nor do those
+        that have lost their lease."""
+        self._take_leases(now_s)
         ended = self._tier.ended_rooms[:]
         self._tier.ended_rooms.clear()
         for request in ended:
@@ -213,6 +269,9 @@ class DecodeRooms:
             if room is None or room.request is not request:
                 continue
             del self._rooms[room.number]
+            if request.lease is not None:
+                self._servers.send_end(room.peer, Got(room.number), now_s)
+                continue
             self.counts.note_failure(is_transfer=room.ready_s is not None)
             reason = request.finish.message or "the request has ended"
             end = End(room.number, reason, request.finish.status_code or 500)
@@ -257,7 +316,12 @@ class DecodeRooms:
 
     def _tick(self, room: _Room, now_s: float) -> None:
         limits = self._limits
-        if room.ready_s is None:
+        if room.request.lease is not None:
+            self.offloading.keep(room, now_s)
+        elif room.asked_s is not None and now_s - room.asked_s > ANSWER_S:
+            self.offloading.refused(room, f"it has not answered for {ANSWER_S:g} s")
+            self._read(room)
+        elif room.ready_s is None:
             if now_s - room.opened_s > limits.bootstrap_timeout_s:
                 waited = f"for {limits.bootstrap_timeout_s:g} s"
                 reason = f"the prefill server {room.peer} was not ready {waited}"
@@ -289,6 +353,8 @@ class DecodeRooms:
         Args:
             tells: the prefill server is to hear of it.
         """
+        if room.request.lease is not None and self.offloading.end(room):
+            return  # it runs: `_take_leases`
         del self._rooms[room.number]
         self.counts.note_failure(is_transfer=room.ready_s is not None)
         if self._limits.falls_back and status >= 500:

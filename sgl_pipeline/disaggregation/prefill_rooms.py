@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from sgl_pipeline.disaggregation.half_rooms import MOST_REMEMBERED, HalfRooms
 from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
+from sgl_pipeline.disaggregation.lent_rooms import UNUSED_S, LentRooms
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import (
+    Borrow,
     End,
     FromDecode,
     FromPrefill,
@@ -96,7 +98,10 @@ class PrefillRooms:
         self.closing: list[int] = []
         self.failed: list[Request] = []
         self.counts = RoomCounts()
+        self.leases = LentRooms(self._tier.lent, self.outbox)
         self._tier.compute_for_peers(identity.digest, limits.held_share)
+        if limits.lends:
+            self._tier.lent.begin(identity.digest)
 
     # Requests
 
@@ -130,9 +135,9 @@ class PrefillRooms:
             return
         self._stages = stages
         self._epoch += 1
-        for number, session in self._sessions.items():
-            if session.is_known:
-                self.outbox.append((number, PeerStages(epoch=self._epoch, stages=stages)))
+        lent_tokens = self._tier.lent.most_tokens
+        news = PeerStages(epoch=self._epoch, stages=stages, lent_tokens=lent_tokens)
+        self.outbox += [(one, news) for one, session in self._sessions.items() if session.is_known]
 
     def connected(self, session: int, now_s: float) -> None:
         """A decode server has dialed."""
@@ -157,6 +162,8 @@ class PrefillRooms:
             self._greet(session, known, message)
         elif isinstance(message, Want):
             self._want(session, message.room, now_s)
+        elif isinstance(message, Borrow):
+            self._borrow(session, message, now_s)
         elif isinstance(message, Got):
             self._got(session, message.room, now_s)
         elif isinstance(message, End):
@@ -165,6 +172,7 @@ class PrefillRooms:
     def serve(self, now_s: float) -> None:
         """Goes on with what has happened in the scheduler, and with what time brings."""
         self._take_ended(now_s)
+        self.leases.serve()
         self._take_offers(now_s)
         if now_s < self._next_tick_s:
             return
@@ -180,6 +188,12 @@ class PrefillRooms:
                 self.outbox.append((number, Ping()))
 
     # Queries
+
+    @property
+    def has_news(self) -> bool:
+        """True if the scheduler has something for `serve`."""
+        held, lent = self._held, self._tier.lent
+        return bool(self._tier.ended_rooms or held.offered or held.lost or lent.lent or lent.over)
 
     @property
     def num_rooms(self) -> int:
@@ -205,7 +219,12 @@ class PrefillRooms:
             self._reject(session, refusal)
             return
         known.is_known = True
-        welcome = PeerWelcome(name=self._identity.name, epoch=self._epoch, stages=self._stages)
+        welcome = PeerWelcome(
+            name=self._identity.name,
+            epoch=self._epoch,
+            stages=self._stages,
+            lent_tokens=self._tier.lent.most_tokens,
+        )
         self.outbox.append((session, welcome))
 
     def _reject(self, session: int, reason: str) -> None:
@@ -225,6 +244,11 @@ class PrefillRooms:
         else:
             self._halves.want(number, session, now_s)
 
+    def _borrow(self, session: int, message: Borrow, now_s: float) -> None:
+        room = self._rooms.get(message.room)
+        if room is not None and room.session == session and room.ready_s is not None:
+            self.leases.borrow(session, message, now_s)
+
     def _got(self, session: int, number: int, now_s: float) -> None:
         room = self._rooms.get(number)
         if room is None:
@@ -237,6 +261,7 @@ class PrefillRooms:
     def _let_go(self, number: int, room: _Room, now_s: float) -> None:
         """Ends a room whose pages no server will read any more."""
         del self._rooms[number]
+        self.leases.end(number)
         self._held.let_go(number)
         if room.ready_s is not None:
             self.counts.note_transfer(now_s - room.ready_s)
@@ -302,7 +327,11 @@ class PrefillRooms:
     def _end_late(self, now_s: float) -> None:
         patience_s = self._limits.bootstrap_timeout_s
         for number, room in [*self._rooms.items()]:
-            if room.ready_s is not None:
+            if self.leases.is_lent(number):
+                if self.leases.is_late(number, now_s):
+                    reason = f"the decode server has not named the lease for {UNUSED_S:g} s"
+                    self._fail(number, reason, 503, now_s)
+            elif room.ready_s is not None:
                 if now_s - room.ready_s > self._limits.waiting_timeout_s:
                     waited = f"for {self._limits.waiting_timeout_s:g} s"
                     reason = f"the decode server has not read the pages {waited}"
@@ -344,6 +373,7 @@ class PrefillRooms:
         """
         room = self._rooms.pop(number)
         self.counts.note_failure(is_transfer=room.ready_s is not None)
+        self.leases.end(number)
         self._held.let_go(number)
         # After its end another request may have its id.
         if room.request.state is not RequestState.FINISHED:

@@ -14,6 +14,7 @@ from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.disaggregation.room_messages import (
+    AboutRoom,
     End,
     FromDecode,
     FromPrefill,
@@ -22,7 +23,6 @@ from sgl_pipeline.disaggregation.room_messages import (
     PeerStages,
     PeerWelcome,
     Ping,
-    Ready,
 )
 from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
 
@@ -58,6 +58,7 @@ class _Peer:
     heartbeat: Heartbeat | None = None
     stages: tuple[PeerStage, ...] | None = None
     epoch: int = -1
+    lent_tokens: int = 0
     is_dialing: bool = False
     redial_s: float = float("-inf")
     rest_s: float = REDIAL_S
@@ -102,6 +103,14 @@ class PrefillServers:
         """Servers that can be asked for rooms."""
         return sum(peer.stages is not None for peer in self._peers.values())
 
+    def lent_tokens_of(self, address: str) -> int:
+        """Tokens whose pages a server can lend in all; 0 where it has not been met."""
+        return self._peers[address].lent_tokens
+
+    def lent_tokens(self) -> tuple[int, ...]:
+        """As `lent_tokens_of`, of each server that lends any."""
+        return tuple(peer.lent_tokens for peer in self._peers.values() if peer.lent_tokens)
+
     # Streams
 
     def to_dial(self, now_s: float, needed: Callable[[], Set[str]]) -> list[str]:
@@ -144,7 +153,7 @@ class PrefillServers:
 
     def take(
         self, session: int, message: FromPrefill, now_s: float
-    ) -> tuple[str, Ready | End] | None:
+    ) -> tuple[str, AboutRoom] | None:
         """A message about a room, with the address that it came from; all others are taken here,
         and those of sessions that are over have no effect."""
         address = self._address_of.get(session)
@@ -160,7 +169,7 @@ class PrefillServers:
             # The last messages of the session: no later one will get further.
             self.outbox.extend((session, end) for _, end in peer.ends)
             peer.ends.clear()
-        elif isinstance(message, Ready | End):
+        elif isinstance(message, AboutRoom):
             return address, message
         return None
 
@@ -193,6 +202,7 @@ class PrefillServers:
             self._give_up(address, reason, 500, now_s)
             return
         peer.epoch, peer.stages = message.epoch, message.stages
+        peer.lent_tokens = message.lent_tokens
         peer.failing_since_s, peer.rest_s = None, REDIAL_S
         self._tell_places()
         if is_new:
@@ -241,7 +251,7 @@ class PrefillServers:
         if peer.session is not None:
             del self._address_of[peer.session]
         peer.session = peer.heartbeat = peer.stages = None
-        peer.epoch = -1
+        peer.epoch, peer.lent_tokens = -1, 0
 
     def _send(self, peer: _Peer, message: FromDecode) -> None:
         assert peer.session is not None

@@ -11,9 +11,9 @@ class RoomLimits:
     read its pages `waiting_timeout_s` after these could be read. A decode server begins no load
     without `reserved_tokens` tokens for each request that may grow; where a prompt does not come
     for a reason that is not the request's, it computes it itself if `falls_back`. A prefill server
-    admits no request while more than `held_share` of its pages wait to be read. A peer that says
-    nothing for `silence_s` is dead: a cut of the network of two seconds is over by then, since TCP
-    repeats what was lost.
+    admits no request while more than `held_share` of its pages wait to be read, and `lends` pages
+    or does not. A peer that says nothing for `silence_s` is dead: a cut of the network of two
+    seconds is over by then, since TCP repeats what was lost.
     """
 
     bootstrap_timeout_s: float = 300.0
@@ -21,4 +21,5 @@ class RoomLimits:
     reserved_tokens: int = 512
     held_share: float = 0.5
     falls_back: bool = False
+    lends: bool = False
     silence_s: float = 4.0

@@ -13,7 +13,7 @@ import msgspec
 from sgl_pipeline.wire.store_orders import PeerStage
 
 # Of these messages, and of what stages say to each other.
-VERSION = 1
+VERSION = 2
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 RoomNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -34,11 +34,13 @@ class PeerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class PeerWelcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The prefill server `name`, and its stages. The address of a stage may be a door alone, /DOOR:
-    then it is behind the port at which this server was dialed, under whatever name."""
+    then it is behind the port at which this server was dialed, under whatever name. It can lend
+    pages of `lent_tokens` tokens in all."""
 
     name: str
     epoch: Count
     stages: tuple[PeerStage, ...]
+    lent_tokens: Count = 0
 
 
 class PeerRejected(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +54,7 @@ class PeerStages(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     epoch: Count
     stages: tuple[PeerStage, ...]
+    lent_tokens: Count = 0
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +70,37 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     room: RoomNumber
     num_pages: Count
     cached_tokens: Count
+
+
+class Borrow(msgspec.Struct, frozen=True, tag=True):
+    """The first `num_pages` offered pages of a room that is ready shall stay where they are, with
+    room for `num_tokens` tokens in all: the prefill server computes the attention over them. It
+    answers `Lent` or `NotLent`, once. Said again now and then while the lease is used."""
+
+    room: RoomNumber
+    num_pages: Count
+    num_tokens: Count
+
+
+class Lent(msgspec.Struct, frozen=True, tag=True):
+    """All stages know of a lease under the room's number; it ends with the room."""
+
+    room: RoomNumber
+
+
+class NotLent(msgspec.Struct, frozen=True, tag=True):
+    """The room's pages are not lent. They can be read."""
+
+    room: RoomNumber
+    reason: str
+
+
+class LeaseOver(msgspec.Struct, frozen=True, tag=True):
+    """The lease of a room is over: what its request has computed since is lost. The prompt's pages
+    can be read."""
+
+    room: RoomNumber
+    reason: str
 
 
 class Got(msgspec.Struct, frozen=True, tag=True):
@@ -87,5 +121,6 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """The sender lives."""
 
 
-FromDecode = PeerHello | Want | Got | End | Ping
-FromPrefill = PeerWelcome | PeerRejected | PeerStages | Ready | End | Ping
+AboutRoom = Ready | Lent | NotLent | LeaseOver | End
+FromDecode = PeerHello | Want | Borrow | Got | End | Ping
+FromPrefill = PeerWelcome | PeerRejected | PeerStages | AboutRoom | Ping

@@ -2,8 +2,9 @@
 
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
-from sgl_pipeline.pipeline.pipeline_state import RoomsState
+from sgl_pipeline.pipeline.pipeline_state import OffloadState, RoomsState
 from sgl_pipeline.scheduling.kv_tier import KvTier
+from sgl_pipeline.scheduling.lent_pages import LentPages
 
 
 def prefill_state(rooms: PrefillRooms, tier: KvTier) -> RoomsState:
@@ -13,13 +14,14 @@ def prefill_state(rooms: PrefillRooms, tier: KvTier) -> RoomsState:
         mode="prefill",
         num_peers=rooms.num_peers,
         bootstrap_requests=rooms.num_unwanted,
-        transfer_requests=tier.held.num_rooms,
+        transfer_requests=tier.held.num_rooms - tier.lent.num_leases,
         wanted_requests=rooms.num_rooms - rooms.num_unwanted,
         held_pages=tier.held.num_pages,
         transferred=counts.num_transferred,
         transfer_s=counts.transfer_s,
         bootstrap_failed=counts.num_bootstrap_failed,
         transfer_failed=counts.num_transfer_failed,
+        offload=_lent_state(tier.lent) if tier.lent.is_on else None,
     )
 
 
@@ -44,4 +46,13 @@ def decode_state(rooms: DecodeRooms, tier: KvTier) -> RoomsState:
         loaded_pages=loaded.loaded_pages,
         loaded_bytes=loaded.loaded_bytes,
         load_s=loaded.load_s,
+        offload=rooms.offloading.state(),
+    )
+
+
+def _lent_state(lent: LentPages) -> OffloadState:
+    return OffloadState(
+        lent_rooms=lent.num_leases,
+        lent_pages=lent.num_pages,
+        most_lent_pages=lent.most_pages,
     )

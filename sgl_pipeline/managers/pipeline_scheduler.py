@@ -38,6 +38,7 @@ from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.scheduling import WAITED_TOO_LONG
+from sgl_pipeline.wire.lease_orders import PagesLent
 from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady, MoveReport
 from sgl_pipeline.wire.stage_messages import (
     FromWorker,
@@ -128,6 +129,7 @@ class PipelineScheduler:
             PagesTaken: self._on_worker,
             PagesSaved: self._on_store,
             PagesLoaded: self._on_store,
+            PagesLent: self._on_lent,
         }
         # When this turn of the loop began, by the monotonic clock.
         self._now_s = 0.0
@@ -321,6 +323,9 @@ class PipelineScheduler:
         if self._store is not None:
             self._store.heard(report, self._now_s)
 
+    def _on_lent(self, worker: int, report: PagesLent) -> None:
+        self._core.take_lease_report(report)
+
     def _on_worker(self, worker: int, message: FromWorker) -> None:
         """A message that is not about a step."""
         self._recovery.take(message, self._now_s, worker)
@@ -333,7 +338,7 @@ class PipelineScheduler:
         step = self._core.take_report(report, started_s)
         if step is not None:
             step.result_ms = (time.monotonic() - started_s) * 1e3
-            self._booked.append(step)
+            self._booked += [step, *self._core.take_booked_behind()]
 
     def _pass_on_results(self, now_s: float) -> None:
         """Gives the front the tokens of the newest reports, and the reports all that happened."""

@@ -72,13 +72,15 @@ class StepForecast:
         self._weights.clear()
 
     def note(self, record: StepRecord) -> PartTimes | None:
-        """A step has ended on all stages; a step of an unknown plan has no effect on the stages'
-        speeds. Returns its predicted times, None while nothing is known."""
+        """A step has ended on all stages; nothing is learned from one of an unknown plan, or with
+        rows that attend elsewhere. Returns its predicted times, None while nothing is known."""
         work = record.work
         counts = self._plans.get(record.epoch)
         # A fit over a disturbed stage would attribute the disturbance to the costs of its layers or
         # ends.
         is_even = len(set(self.speeds)) == 1
+        if record.leased_rows:
+            counts = None  # its stages may have waited for another server
         if self._online is not None and counts is not None and is_even:
             costs = self._online.note(work, counts, [s.compute_ms for s in record.stages])
             if costs is not None:

@@ -4,8 +4,9 @@ A driver gets it from `PipelineCore` twice: to send its order, and when its toke
 """
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import RequestRecord, StepRecord
 from sgl_pipeline.requests import TokenEvent
@@ -30,10 +31,18 @@ class OpenStep:
     events: list[TokenEvent] = field(default_factory=list)
     ended: tuple[RequestRecord, ...] = ()
     timings: dict[int, StageTiming] = field(default_factory=dict)
+    is_booked: bool = False
+    # Leases that a stage could not use, of those of the last chunks, which have so many rows.
+    lost_leases: set[int] = field(default_factory=set)
+    leased_rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        leased = takewhile(_has_lease, reversed(self.microbatch.chunks))
+        self.leased_rows = sum([chunk.length for chunk in leased])
 
     def finish(self, events: list[TokenEvent], now_s: float) -> None:
         """The tokens of the step are booked."""
-        self.events, self.finished_s = events, now_s
+        self.events, self.finished_s, self.is_booked = events, now_s, True
         self.ended = tuple(
             RequestRecord.of(event.request, now_s) for event in events if event.finish is not None
         )
@@ -65,4 +74,9 @@ class OpenStep:
             result_ms=self.result_ms,
             stages=tuple(self.timings[stage] for stage in range(len(self.timings))),
             ended=self.ended,
+            leased_rows=self.leased_rows,
         )
+
+
+def _has_lease(chunk: Chunk) -> bool:
+    return chunk.request.lease is not None

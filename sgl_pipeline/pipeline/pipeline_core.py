@@ -6,7 +6,7 @@ its token events. All that happens besides is in one list of `records.event.Even
 driver drains once a turn. The core reads no clock and sends nothing.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, replace
 
@@ -14,6 +14,7 @@ from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
+from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, RoomsState, StageState, TierState
@@ -23,12 +24,14 @@ from sgl_pipeline.pipeline.slow_stages import SlowStages
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.pipeline.waiting_results import WaitingResults
 from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import Explanation, Outlook, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.lease_orders import PagesLent
 from sgl_pipeline.wire.move_orders import SwitchPlan
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.stage_orders import OrderStream, SealedOrder
@@ -88,6 +91,10 @@ class PipelineCore:
         self._unfit: list[Request] = []
         self._configured_stages = plan.num_stages
         self._reported: list[OpenStep] = []
+        self._results = WaitingResults()
+        self._booked_behind: list[OpenStep] = []
+        # Learns from steps with rows that attend elsewhere; None: there are none.
+        self.offload: OffloadRule | None = None
         self._refresh_times()
 
     def halt(self, stages: Iterable[int], reason: str, now_s: float) -> None:
@@ -118,6 +125,7 @@ class PipelineCore:
     def _stop(self, reason: str, now_s: float) -> None:
         self.migration.interrupt(reason, now_s)
         self._open.clear()
+        self._results.forget()
         self.slow_stages.interrupt()
         self._first_step_id = self.scheduler.next_step_id
         self.has_run = False
@@ -220,7 +228,8 @@ class PipelineCore:
 
     def take_report(self, report: StageReport, now_s: float) -> OpenStep | None:
         """Applies a stage's report. The last stage's brings the tokens: then returns the step, with
-        `events`.
+        `events`. Those of a step with leases wait for all stages' reports, and those of later steps
+        behind them: `take_booked_behind`.
 
         A report of a step that was taken back is late, and has no effect. Raises ProtocolError,
         without any other effect, for a report that no stage could send now.
@@ -228,20 +237,45 @@ class PipelineCore:
         if report.step_id < self._first_step_id:
             return None
         step = self._expected_step(report)
-        is_last = report.stage == self.plan.num_stages - 1
+        booked: list[OpenStep] = []
         if report.token_ids is not None:
-            events = self.scheduler.on_result(
-                report.step_id, report.token_ids, now_s, report.logprobs
-            )
-            step.finish(events, now_s)
+            self._results.add(step, report)
+            if not step.leased_rows:  # a wrong one is refused before it has any effect
+                booked += self._book(now_s)
         offset_s = self.clock_offsets_s.get(report.stage, 0.0)
         step.timings[report.stage] = report.timing.shifted(offset_s)
         self.history.last_steps[report.stage] = report.step_id
         self.history.heard_s[report.stage] = now_s
-        if len(step.timings) == self.plan.num_stages:
-            self._reported.append(self._open.pop(report.step_id))
-            self.has_run = True
-        return step if is_last else None
+        if step.leased_rows:
+            step.lost_leases.update(report.lost_leases)
+            if report.offloaded is not None and self.offload is not None:
+                self.offload.rates.note(report.offloaded, report.timing.compute_ms * 1e-3, now_s)
+            booked += self._book(now_s)
+        for one in dict.fromkeys((*booked, step)):
+            if one.is_booked and len(one.timings) == self.plan.num_stages:
+                self._reported.append(self._open.pop(one.microbatch.step_id))
+                self.has_run = True
+        self._booked_behind += booked[1:]
+        return booked[0] if booked else None
+
+    def _book(self, now_s: float) -> Iterator[OpenStep]:
+        """Books the results that are due."""
+        for step, report in self._results.take_due(self.plan.num_stages):
+            assert report.token_ids is not None
+            events = self.scheduler.on_result(
+                report.step_id, report.token_ids, now_s, report.logprobs, step.lost_leases
+            )
+            step.finish(events, now_s)
+            yield step
+
+    def take_booked_behind(self) -> list[OpenStep]:
+        """Steps since the last call that were booked behind those that `take_report` returned."""
+        steps, self._booked_behind = self._booked_behind, []
+        return steps
+
+    def take_lease_report(self, report: PagesLent) -> None:
+        """Applies a stage's report on pages that it lends; raises as `LentPages.take`."""
+        self.scheduler.tier.lent.take(report, self.plan.num_stages)
 
     def take_store_report(self, report: StoreReport) -> None:
         """Applies a stage's report on pages that it saved or loaded; raises as `KvTier.take`."""

@@ -63,6 +63,29 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
     save_s: float = 0.0
 
 
+class OffloadState(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention that prefill servers compute for decode servers.
+
+    On a prefill server `lent_rooms` have `lent_pages`, those of prompts counted for each, of at
+    most `most_lent_pages`. On a decode server `requests` are offloaded, of `tokens` in all; `bound`
+    is their largest ratio to those that are not (None: not known yet, or without a bound),
+    `wait_share` of their time steps with them have waited. Since the start `offloaded` were, of
+    these `ended_early` had to go on without; `last_refusal` says why the last one that could have
+    been was not.
+    """
+
+    lent_rooms: int = 0
+    lent_pages: int = 0
+    most_lent_pages: int = 0
+    requests: int = 0
+    tokens: int = 0
+    bound: float | None = None
+    wait_share: float = 0.0
+    offloaded: int = 0
+    ended_early: int = 0
+    last_refusal: str = ""
+
+
 class RoomsState(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that this server shares with `num_peers` connected others: on a "prefill" server
     those whose prompts it computes for them, on a "decode" server those whose prompts it gets.
@@ -96,6 +119,7 @@ class RoomsState(msgspec.Struct, frozen=True, kw_only=True):
     loaded_pages: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
+    offload: OffloadState | None = None  # None: it is switched off
 
     @property
     def mean_transfer_ms(self) -> float:

@@ -36,8 +36,11 @@ class BoundaryLog:
         return self._rows.nbytes
 
     def begin(self, chunks: Iterable[MirroredChunk]) -> None:
-        """Enters the pages that the chunks of a step are the first to write to."""
+        """Enters the pages that the chunks of a step are the first to write to. That of a lease
+        holds nothing behind its step, and its rows are not sent again."""
         for chunk in chunks:
+            if chunk.request.lease is not None:
+                continue
             end = chunk.start + chunk.length
             for page in begun_pages(chunk.request.pages, chunk.start, end, self._page_size):
                 slot, left = self._pages.enter(page)

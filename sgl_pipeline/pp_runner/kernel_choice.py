@@ -102,12 +102,16 @@ def choose_attention_backend(name: str, shape: AttentionShape) -> BackendChoice:
 
 
 def make_attention_backend(
-    choice: BackendChoice, shape: AttentionShape, prefill_kernels: str = "auto"
+    choice: BackendChoice,
+    shape: AttentionShape,
+    prefill_kernels: str = "auto",
+    num_threads: int | None = None,
 ) -> AttentionBackend:
     """The backend that `choose_attention_backend` chose for `shape`.
 
     Args:
         prefill_kernels: as `--stage-prefill-kernels`.
+        num_threads: of the `cpu` backend; None: those of the stage's steps.
 
     Raises ConfigurationError when this machine does not have the backend or the prefill kernels.
     """
@@ -117,7 +121,7 @@ def make_attention_backend(
             f"attention is {choice.name}; leave it at auto"
         )
     if choice.name == "cpu":
-        return CpuAttention(shape, load_cpu_kernels())
+        return CpuAttention(shape, load_cpu_kernels(), num_threads=num_threads)
     if choice.name == "torch":
         return TorchAttention(shape)
     with building_kernels():
@@ -127,11 +131,14 @@ def make_attention_backend(
 
 
 def make_stage_attention(
-    choice: BackendChoice, shapes: Sequence[AttentionShape], prefill_kernels: str = "auto"
+    choice: BackendChoice,
+    shapes: Sequence[AttentionShape],
+    prefill_kernels: str = "auto",
+    num_threads: int | None = None,
 ) -> StageAttention:
     """The attention of a model's layers, of these `shapes`; see `make_attention_backend`."""
     return StageAttention(
-        shapes, lambda shape: make_attention_backend(choice, shape, prefill_kernels)
+        shapes, lambda shape: make_attention_backend(choice, shape, prefill_kernels, num_threads)
     )
 
 

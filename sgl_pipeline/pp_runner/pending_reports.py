@@ -14,6 +14,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.output.output_tail import PendingOutputs
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.wire.lease_orders import OffloadedWork
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.step_order import MirroredChunk
 
@@ -52,7 +53,8 @@ class PendingReport:
     """The report of a launched step.
 
     `moments` end with `layers_s`; `sent_s` is when the step was launched, on all but the last stage
-    with its rows in the link. `outputs` are the last stage's.
+    with its rows in the link. `outputs` are the last stage's. `offloaded` is the work of a step
+    that had rows of leases, and the leases that it has lost.
     """
 
     clock: StepClock
@@ -61,6 +63,7 @@ class PendingReport:
     moments: tuple[float, float, float, float]
     sent_s: float
     outputs: PendingOutputs | None
+    offloaded: tuple[OffloadedWork, tuple[int, ...]] | None = None
 
     def is_ready(self) -> bool:
         """True if `report` need not wait for the device."""
@@ -74,6 +77,7 @@ class PendingReport:
         if self.outputs is not None:
             token_ids, logprobs = self.outputs.result()
             done_s = sent_s = time.monotonic()
+        work, lost_leases = self.offloaded or (None, ())
         return StageReport(
             stage=self.stage,
             step_id=self.step.step_id,
@@ -81,6 +85,8 @@ class PendingReport:
             timing=self.clock.timing(*self.moments, done_s, sent_s),
             token_ids=token_ids,
             logprobs=logprobs,
+            offloaded=work,
+            lost_leases=lost_leases,
         )
 
 

@@ -21,6 +21,7 @@ from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.worker_inbox import RegroupDue, WorkerInbox
 from sgl_pipeline.wire.channels import WorkerEnd
+from sgl_pipeline.wire.lease_orders import EndLease, LendPages
 from sgl_pipeline.wire.move_orders import MOVE_SHARE, AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
@@ -36,13 +37,7 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
-from sgl_pipeline.wire.store_orders import (
-    LoadPages,
-    OfferPages,
-    SavePages,
-    UseStore,
-    WithdrawPages,
-)
+from sgl_pipeline.wire.store_orders import LoadPages, OfferPages, SavePages, UseStore, WithdrawPages
 
 # A GPU that has a step to run and one to follow never waits for the host. A third step that the
 # host launched would wait in FlashInfer's plan for the first of them.
@@ -91,11 +86,13 @@ class ReadyStage:
             PrepareMove: mover.prepare,
             SwitchPlan: self._interrupting(mover.switch),
             AbandonMove: mover.abandon,
-            UseStore: transfers.obey,
+            UseStore: self._use_store,
             SavePages: transfers.obey,
             LoadPages: transfers.obey,
             OfferPages: transfers.obey_offer,
             WithdrawPages: transfers.obey_offer,
+            LendPages: transfers.obey_lease,
+            EndLease: transfers.obey_lease,
         }
         self._on_message: dict[type, Callable[[Any], None]] = {
             Regroup: self._interrupting(regroup),
@@ -135,13 +132,19 @@ class ReadyStage:
         handler(order)
 
     def _interrupting(self, obey: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`obey`, before which all transfers of pages and all offers are forgotten."""
+        """`obey`, before which all transfers of pages, offers and leases are forgotten."""
 
         def interrupt_and_obey(order: object) -> None:
             self._transfers.cancel()
             obey(order)
 
         return interrupt_and_obey
+
+    def _use_store(self, order: UseStore) -> None:
+        """Begins with another store and other peers, which also have what they have lent."""
+        self._transfers.obey(order)
+        if order.peers:  # without any no page is loaded now, and attention of leases goes on
+            self._runner.offload.use(order.peers)
 
     def _finish_handover(self, order: FinishHandover) -> None:
         """Refuses transfers first: a load fills pages that the other worker does not get."""

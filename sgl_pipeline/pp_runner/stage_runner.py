@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
-from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs, written_pages
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs, written_pages
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.device import make_download, make_upload
 from sgl_pipeline.pp_runner.kernel_choice import (
@@ -22,6 +21,8 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     make_stage_attention,
     make_step_layers,
 )
+from sgl_pipeline.pp_runner.known_plans import KnownPlans
+from sgl_pipeline.pp_runner.lent_attention.offloaded_attention import OffloadedAttention
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
@@ -29,6 +30,7 @@ from sgl_pipeline.pp_runner.output.output_tail import OutputTail, Tail
 from sgl_pipeline.pp_runner.pending_reports import PendingReport, PreparedStep, StepClock
 from sgl_pipeline.pp_runner.rehearsal import rehearsed_steps
 from sgl_pipeline.pp_runner.stage_replays import Attend, StageReplays, attend_idle
+from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import StageAssignment
 from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
@@ -40,10 +42,11 @@ class StageRunner:
     Args:
         tail: for tests, replaces the last stage's own.
         log: keeps the rows that the stage sends; None: they are not kept.
+        run_directory: where the keys for streams to peers are.
 
     `stage` is its position, `attention_backend` and `graphs` name those in use, `shapes` are those
-    of all layers' attention and pages. `held_layers` may change between two steps; the plan of a
-    step's epoch selects the layers that it runs.
+    of all layers' attention and pages, `offload` knows the peers. `held_layers` may change between
+    two steps; the plan of a step's epoch selects the layers that it runs.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class StageRunner:
         link: ActivationLink,
         tail: Tail | None = None,
         log: BoundaryLog | None = None,
+        run_directory: str = "",
     ) -> None:
         self.stage = assignment.stage
         self._is_first = assignment.stage == 0
@@ -75,7 +79,7 @@ class StageRunner:
             ),
         )
         first_plan = assignment.plan
-        self._plans = {first_plan.epoch: first_plan}
+        self._plans = KnownPlans(first_plan)
         self._layers = make_step_layers(
             self.graphs.is_on,
             first_plan.epoch,
@@ -84,6 +88,8 @@ class StageRunner:
             attention,
             shapes[0],
         )
+        self.offload = OffloadedAttention(attention, run_directory)
+        self._layers_beside_peers = EagerLayers(self.held_layers, self.offload)
         self._upload = make_upload(self.device)
         self._link = link
         if tail is None and model.is_last:
@@ -103,20 +109,11 @@ class StageRunner:
         Raises ProtocolError when the epoch is not newer, when the plan is not of this pipeline, or
         when the stage does not hold its layers.
         """
-        newest = self._plans[max(self._plans)]
-        if plan.epoch <= newest.epoch:
-            raise ProtocolError(
-                f"a plan of epoch {plan.epoch} arrived, this stage knows that of {newest.epoch}"
-            )
-        if (plan.num_stages, plan.num_layers) != (newest.num_stages, newest.num_layers):
-            raise ProtocolError(
-                f"the plan of epoch {plan.epoch} has {plan.num_layers} layers in {plan.num_stages} "
-                f"stages, this pipeline has {newest.num_layers} in {newest.num_stages}"
-            )
+        self._plans.check(plan)
         layers = plan.layers_of(self.stage)
         self.held_layers.require(layers, f"the plan of epoch {plan.epoch}")
         self._layers.prepare(plan.epoch, layers)
-        self._plans[plan.epoch] = plan
+        self._plans.add(plan)
 
     def restore(self, snapshot: MirrorSnapshot) -> None:
         """Takes over the scheduler's view of all open requests, and of the log."""
@@ -150,7 +147,9 @@ class StageRunner:
         again: Sequence[MirroredChunk] = (),
     ) -> PreparedStep:
         inputs = build_step_inputs(chunks, self.page_size, self.device, self._upload)
-        self._layers.plan(epoch, layers, inputs)
+        if inputs.lent is not None:
+            self.offload.begin(inputs, layers)
+        self._layers_for(inputs).plan(epoch, layers, inputs)
         if self._tail is not None:
             self._tail.plan(chunks, inputs)
         return PreparedStep(step_id, epoch, layers, chunks, inputs, plan_s, time.monotonic(), again)
@@ -194,12 +193,19 @@ class StageRunner:
                 self._log.begin(step.chunks)
                 self._log.write(step.inputs.slots, hidden)
         moments = (step.plan_s, step.inputs_s, activations_s, layers_s)
-        return PendingReport(self._clock, self.stage, step, moments, time.monotonic(), outputs)
+        offloaded = None if step.inputs.lent is None else self.offload.end()
+        return PendingReport(
+            self._clock, self.stage, step, moments, time.monotonic(), outputs, offloaded
+        )
 
     def _run_layers(self, step: PreparedStep, hidden: torch.Tensor | None) -> torch.Tensor:
         if self.graphs.is_on:
             self.held_layers.await_layers(step.layers)
-        return self._layers.run(step.inputs, hidden)
+        return self._layers_for(step.inputs).run(step.inputs, hidden)
+
+    def _layers_for(self, inputs: StepInputs) -> StepLayers:
+        """The way in which a step runs the layers: kernel by kernel, if peers attend to rows."""
+        return self._layers if inputs.lent is None else self._layers_beside_peers
 
     def rehearse(self, on_step: Callable[[], None] = lambda: None) -> None:
         """Runs made-up steps like real ones, except the links. To be called before the first order;
@@ -209,7 +215,7 @@ class StageRunner:
             on_step: called before each step.
         """
         page_size, model = self.page_size, self.held_layers.model
-        plan = self._plans[max(self._plans)]
+        plan = self._plans.newest
         kv_pool = self.held_layers.kv_pool
         used_pages: set[int] = set()
         for chunks in rehearsed_steps(kv_pool.num_pages, page_size, model.spec.context_length):
@@ -230,17 +236,11 @@ class StageRunner:
         self._clock.free_s = time.monotonic()
 
     def close(self) -> None:
+        self.offload.close()
         self._link.close()
 
     def _layers_of(self, step: StepOrder) -> range:
         """The layers that the stage runs in `step`, all of them held."""
-        plan = self._plans.get(step.epoch)
-        if plan is None:
-            known = ", ".join(map(str, sorted(self._plans)))
-            raise ProtocolError(
-                f"step {step.step_id} is of epoch {step.epoch}, this stage knows the plans of "
-                f"epochs {known}"
-            )
-        layers = plan.layers_of(self.stage)
+        layers = self._plans.of(step.step_id, step.epoch).layers_of(self.stage)
         self.held_layers.require(layers, f"step {step.step_id}")
         return layers

@@ -26,6 +26,7 @@ from sgl_pipeline.pp_runner.leave_signal import LeaveSignal
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.open_link import open_activation_link
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
+from sgl_pipeline.pp_runner.open_transfers import open_transfers
 from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite
 from sgl_pipeline.pp_runner.ready_stage import ReadyStage
@@ -186,7 +187,15 @@ class StageWorker:
         log = None
         if assignment.log_mib and not loaded.model.is_last:
             log = BoundaryLog(log_pages, num_pages, page_size, self._rows)
-        runner = StageRunner(assignment, loaded.model, loaded.shapes, num_pages, link, log=log)
+        runner = StageRunner(
+            assignment,
+            loaded.model,
+            loaded.shapes,
+            num_pages,
+            link,
+            log=log,
+            run_directory=self._site.run_directory,
+        )
         for layer in loaded.spare:
             runner.held_layers.keep_spare(layer)
         started_s = time.perf_counter()
@@ -237,19 +246,6 @@ class StageWorker:
                 f"worker {self._worker} expected {kind.__name__}, got {type(message).__name__}"
             )
         return message
-
-
-def open_transfers(
-    runner: StageRunner, mover: LayerMover[torch.Tensor], site: PeerSite
-) -> PageTransfers:
-    """The transfers between the pool of a stage and a store or peers, which reach it at `site`."""
-    return PageTransfers(
-        runner.stage,
-        runner.held_layers.kv_pool,
-        plan=lambda: mover.plan,
-        may_start=lambda: not mover.awaits_pages,
-        site=site,
-    )
 
 
 def run_worker(address: str, worker: int, site: WorkerSite) -> int:

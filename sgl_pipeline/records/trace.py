@@ -79,6 +79,8 @@ class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
     # Where the policy limits time: what it allowed, and the target that it could not meet.
     budget_ms: float | None = None
     missed_target: str | None = None
+    # Rows whose attention another server computed; they count in no attended tokens.
+    leased_rows: int = 0
 
     @property
     def label(self) -> str:

@@ -61,7 +61,9 @@ class Admission:
             if len(chunks) == limit:
                 break
             if share is not None:
-                own_ms = share.row_ms + share.attended_ms * request.num_tokens
+                own_ms = share.row_ms
+                if request.lease is None:
+                    own_ms += share.attended_ms * request.num_tokens
                 # To the nearest number of decodes, and at least one.
                 if chunks and taken_ms + own_ms / 2 > share.share_ms:
                     break
@@ -77,7 +79,9 @@ class Admission:
 
     def _prefill(self, request: Request, room: PrefillRoom, chunks: list[Chunk]) -> None:
         """Appends the longest chunk that budget and pages allow."""
-        length = room.chunk_length(request.num_scheduled, request.remaining_prefill)
+        # The tokens before those of a request with a lease are attended to elsewhere.
+        seen = 0 if request.lease is not None else request.num_scheduled
+        length = room.chunk_length(seen, request.remaining_prefill)
         length = min(length, self._pages.reachable_tokens(request) - request.num_scheduled)
         if length <= 0:
             return
@@ -93,7 +97,7 @@ class Admission:
         draws = request.stops.max_new_tokens > 0 or request.logprobs is not None
         samples = end == request.num_tokens and draws
         chunks.append(Chunk(request, start, length, is_decode=False, samples=samples))
-        room.take(start, length, samples)
+        room.take(seen, length, samples)
 
     def make_room_for_head(self) -> None:
         """Retracts requests that the head of the queue outranks by more than the threshold, the
@@ -117,16 +121,15 @@ class Admission:
         return self._held is not None and self._held.is_full
 
     def _could_admit(self, head: Request) -> bool:
-        num_running = len(self._running)
-        return num_running < self._max_running_requests and self._pages.fits(
-            head, self._waiting.path_of(head), num_reserved=num_running
+        return len(self._running) < self._max_running_requests and self._pages.fits(
+            head, self._waiting.path_of(head), num_reserved=self._running.num_growing
         )
 
     def _admit_next(self) -> Request | None:
         """Admits the head of the queue if its whole prefill fits, else no request.
 
-        One page for each running request stays out of reach: without it, decodes that are about to
-        need their next page would retract the newcomer at once.
+        One page for each running request that may grow stays out of reach: without it, decodes that
+        are about to need their next page would retract the newcomer at once.
         """
         if len(self._running) >= self._max_running_requests:
             return None
@@ -136,7 +139,7 @@ class Admission:
         if request is None:
             return None
         path = self._waiting.path_of(request)
-        if not self._pages.try_open(request, path, num_reserved=len(self._running)):
+        if not self._pages.try_open(request, path, num_reserved=self._running.num_growing):
             return None
         self._waiting.pop_head()
         self._running.admit(request)
@@ -148,6 +151,6 @@ class Admission:
             # What was loaded for it may have been evicted since.
             request.loaded_tokens = min(request.loaded_tokens, request.cached_tokens)
             self.num_prompt_tokens += len(request.prompt_ids)
-            self.num_cached_tokens += num_cached
+            self.num_cached_tokens += num_cached - request.leased_tokens
         self._on_admitted(request)
         return request

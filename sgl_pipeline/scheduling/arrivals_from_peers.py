@@ -22,7 +22,7 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 class _Arrival:
     """A held request. `wish` asks for its pages; None until they can be read: then `num_lacking` of
     `num_pages` were not cached. `is_loading`: an order to load some of them is under way; the first
-    was given at `first_load_s`."""
+    was given at `first_load_s`. Without a wish, `source` is asked to lend them."""
 
     source: str = ""
     wish: Wish | None = None
@@ -123,6 +123,24 @@ class ArrivalsFromPeers:
         self._promise(request)
         self._waiting.let_go(request)
 
+    def ask_to_lend(self, request: Request, source: str) -> None:
+        """The peer `source`, which has computed the prompt of the held `request`, is asked to lend
+        its pages; `leave_there` or `found` follows."""
+        self._held[request].source = source
+
+    def leave_there(self, request: Request) -> None:
+        """The pages of the held `request` stay where they are: it waits for its turn, and needs
+        none of them here."""
+        self._drop_wish(self._held.pop(request))
+        self._promised[request] = 0
+        self._waiting.let_go(request)
+
+    def hold_again(self, request: Request) -> None:
+        """As before `leave_there`."""
+        del self._promised[request]
+        self._held[request] = _Arrival()
+        self._waiting.hold(request)
+
     def left(self, request: Request) -> None:
         """`request` runs, or has ended."""
         arrival = self._held.pop(request, None)
@@ -163,6 +181,11 @@ class ArrivalsFromPeers:
         """True if `request` is held here."""
         return request in self._held
 
+    def awaits_prompt(self, request: Request) -> bool:
+        """True if the prompt of `request` is being computed elsewhere."""
+        arrival = self._held.get(request)
+        return arrival is not None and not arrival.source
+
     def has_all(self, request: Request) -> bool:
         """True if `request` is not held any more, or all its pages that were found are cached."""
         arrival = self._held.get(request)
@@ -182,7 +205,7 @@ class ArrivalsFromPeers:
         runs or loads may still grow, and one that loads lacks the end of its prompt. All while
         there is none."""
         assert self._reserved_tokens is not None
-        num_growing = len(self._running) + len(self._promised)
+        num_growing = self._running.num_growing + len(self._promised)
         if not num_growing:
             return num_available
         tokens = min(
@@ -190,7 +213,7 @@ class ArrivalsFromPeers:
             self._running.remaining_output_tokens + self.promised_output_tokens,
         )
         page_size = self._storage.page_size
-        growth = max(len(self._running), -(-tokens // page_size))
+        growth = max(self._running.num_growing, -(-tokens // page_size))
         return num_available - growth - len(self._promised)
 
     @property
@@ -218,6 +241,8 @@ class ArrivalsFromPeers:
         arrival = self._held.get(request)
         if arrival is None:
             return None
+        if arrival.wish is None and arrival.source:
+            return f"{arrival.source} is asked to keep its pages and to compute its attention"
         if arrival.wish is None:
             return "another server computes its prompt"
         here = self._pages_here(request, arrival)

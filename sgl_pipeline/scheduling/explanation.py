@@ -141,7 +141,7 @@ class RequestExplainer:
         return self._waiting.is_held(request) or self._waiting.awaited_node(request) is not None
 
     def _first_in_queue(self, request: Request, budget: TokenBudget) -> Explanation:
-        num_running = len(self._running)
+        num_running, num_growing = len(self._running), self._running.num_growing
         path = self._waiting.path_of(request)
         if budget.prefill_tokens > 0 and num_running >= self._args.max_running_requests:
             text = f"{num_running} requests run, the limit is --max-running-requests"
@@ -153,11 +153,11 @@ class RequestExplainer:
                 f"admitted while more than {held.most_pages} are"
             )
             return _explanation(request, "held-pages", text)
-        if budget.prefill_tokens > 0 and not self._pages.fits(request, path, num_running):
+        if budget.prefill_tokens > 0 and not self._pages.fits(request, path, num_growing):
             text = (
                 f"its prefill needs {self._pages.missing_pages(request, path)} pages; "
                 f"{self._pages.num_available} are free or evictable, of which a page is kept for "
-                f"each of {num_running} running requests"
+                f"each of {num_growing} running requests"
             )
             if held.num_pages:
                 text += f"; {held.num_pages} are held for transfer to other servers"
@@ -203,6 +203,8 @@ def _explanation(
         state = "waiting"
     elif request.num_computed < request.prefill_end:
         state = "prefilling"
+    if request.lease is not None:
+        text += f"; its attention is computed by {request.lease.source}, which has its pages"
     return Explanation(
         request_id=request.request_id,
         state=state,

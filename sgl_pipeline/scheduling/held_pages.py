@@ -24,6 +24,7 @@ class _Held:
 
     end: RadixNode
     pages: list[int]
+    is_lent: bool = False
 
 
 class HeldPages:
@@ -57,7 +58,7 @@ class HeldPages:
 
     @property
     def num_pages(self) -> int:
-        """Pages that are held."""
+        """Pages that are held to be read: those of lent prompts do not count."""
         return len(self._num_holds)
 
     @property
@@ -92,6 +93,21 @@ class HeldPages:
         """Number of pages held for the room; 0 for one that has none."""
         held = self._held.get(room)
         return 0 if held is None else len(held.pages)
+
+    def prompt_of(self, room: int) -> _Held | None:
+        """The prompt that is held for the room, if there is one."""
+        return self._held.get(room)
+
+    def count_lent(self, room: int, *, is_lent: bool) -> None:
+        """Notes whether the prompt of the room, if it is held, is lent."""
+        held = self._held.get(room)
+        if held is None or held.is_lent == is_lent:
+            return
+        if is_lent:
+            self._uncount(held)
+        else:
+            self._num_holds.update(held.pages)
+        held.is_lent = is_lent
 
     def let_go(self, room: int) -> None:
         """Ends a hold, if there is one."""
@@ -145,8 +161,12 @@ class HeldPages:
         if held is None:
             return None
         self._to_offer.pop(room, None)
+        if not held.is_lent:
+            self._uncount(held)
+        return held
+
+    def _uncount(self, held: _Held) -> None:
         for page in held.pages:
             self._num_holds[page] -= 1
             if not self._num_holds[page]:
                 del self._num_holds[page]
-        return held

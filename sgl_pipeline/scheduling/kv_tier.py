@@ -1,7 +1,7 @@
 """Pages that outlive the pool, or cross to another server's: what is saved to a store, what comes
 back before it is needed, and the prompts that one server computes for another.
 
-The face of `page_wishes.py`, `page_loads.py`, `page_saves.py`, `held_pages.py` and
+The face of `page_wishes.py`, `page_loads.py`, `page_saves.py`, `held_pages.py`, `lent_pages.py` and
 `arrivals_from_peers.py` to `PipelineCore`. Off until `use`, `compute_for_peers` or `read_peers`:
 then it costs nothing. Transfers are ordered in the stream of orders, and only while no layer
 moves and no stage is taken over: whatever interrupts them cancels them all here at once, and
@@ -17,6 +17,7 @@ from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.arrivals_from_peers import ArrivalsFromPeers
 from sgl_pipeline.scheduling.held_pages import HeldPages
+from sgl_pipeline.scheduling.lent_pages import LentPages
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
 from sgl_pipeline.scheduling.page_run import PageRun
 from sgl_pipeline.scheduling.page_saves import PageSaves
@@ -32,6 +33,7 @@ from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.step_work import StepTimes
+from sgl_pipeline.wire.lease_orders import LeaseOrder
 from sgl_pipeline.wire.store_orders import (
     OfferOrder,
     PagesLoaded,
@@ -76,6 +78,7 @@ class KvTier:
         self._running, self._log = running, log
         self.wishes = PageWishes(storage, waiting, self.counts)
         self.held = HeldPages(storage, pages)
+        self.lent = LentPages(self.held, pages, running)
         self.arrivals = ArrivalsFromPeers(storage, waiting, running, self.wishes)
         self.loads = PageLoads(
             tree,
@@ -146,6 +149,7 @@ class KvTier:
         requests = self.wishes.cancel() + self.loads.cancel()
         self.saves.cancel()
         self.held.forget_offers()
+        self.lent.forget()
         self._first_transfer = self._next_transfer
         self._is_stale = True
         self._starves_since_s = None
@@ -160,7 +164,12 @@ class KvTier:
     def stages_begin_anew(self) -> None:
         """The stages use no store and have no offers: a new stream of orders begins."""
         self._stages_use, self._is_stale = _NOTHING, False
-        self.held.has_offers = False
+        self.held.has_offers = self.lent.has_leases = False
+
+    @property
+    def _gives_any(self) -> bool:
+        """True if the stages know of an offer or a lease."""
+        return self.held.has_offers or self.lent.has_leases
 
     # Orders, reports
 
@@ -170,7 +179,7 @@ class KvTier:
         times: StepTimes | None,
         *,
         may_transfer: bool,
-    ) -> Iterator[StoreOrder | OfferOrder]:
+    ) -> Iterator[StoreOrder | OfferOrder | LeaseOrder]:
         """Orders that precede the next step.
 
         Args:
@@ -182,22 +191,23 @@ class KvTier:
         wanted = _NOTHING
         if may_transfer and now_s >= self._rests_until_s:
             wanted = UseStore(self._place, self._peers)
-        must_forget = self.held.has_offers and not may_transfer
+        must_forget = self._gives_any and not may_transfer
         if wanted != self._stages_use or must_forget:
             # Where the stages use none and offer nothing, nothing is lost, and lookups go on.
-            has_any = self._stages_use != _NOTHING or self.held.has_offers
+            has_any = self._stages_use != _NOTHING or self._gives_any
             if has_any and not self._is_stale:
                 self.interrupt()
             self._is_stale = True
         if self._is_stale and (
-            wanted != _NOTHING or self._stages_use != _NOTHING or self.held.has_offers
+            wanted != _NOTHING or self._stages_use != _NOTHING or self._gives_any
         ):
             self._stages_use = wanted
-            self.held.has_offers = False
+            self.held.has_offers = self.lent.has_leases = False
             yield wanted
         self._is_stale = False
         if may_transfer:
             yield from self.held.next_orders()
+            yield from self.lent.next_orders()
         if self.is_on:
             self.wishes.give_up_late(now_s, self.rules)
             self.loads.give_up_late(now_s, self.rules)
@@ -265,7 +275,7 @@ class KvTier:
     def on_hit(self, request: Request) -> None:
         """A request has been admitted, and uses what is cached of its prefix."""
         self.arrivals.left(request)
-        if self.is_on:
+        if self.is_on and request.lease is None:
             self.saves.hit(self._pages.hit_of(request), self.rules.write_policy)
 
     def on_room_ended(self, request: Request, end: RadixNode | None) -> None:

@@ -43,6 +43,7 @@ class LoadMeter:
         unscheduled_attended = sum(
             attended_tokens(request.num_scheduled, request.prefill_end)
             for request in running.prefilling
+            if request.lease is None
         )
         return PipelineLoad(
             step_id=self._in_flight.next_id,

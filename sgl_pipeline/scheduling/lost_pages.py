@@ -74,6 +74,9 @@ class LostPages:
         if self.log is None:
             self.lose_all(now_s)
             return
+        # Stages that are new know nothing of leases.
+        for request in [one for one in self._running if one.lease is not None]:
+            self._preemption.retract(request)
         self.log.lose(stages, self._pages.pages_in_use())
         self._forget(self.log.unreachable(), now_s)
 
@@ -100,6 +103,8 @@ class LostPages:
         self._drop(concerned, lost, now_s)
 
     def _written_pages(self, request: Request) -> list[int]:
+        if request.lease is not None:
+            return []  # they are elsewhere
         return request.pages[: self._pages.pages_for(request.num_computed)]
 
     def _drop(self, concerned: Iterable[Request], lost: set[int], now_s: float) -> None:

@@ -30,7 +30,8 @@ class Demand:
     @classmethod
     def in_flight(cls, request: Request, page_size: int) -> "Demand":
         """The demand of a running request whose prompt has been scheduled."""
-        return cls(request, 0, 0, len(request.pages) - request.cached_tokens // page_size)
+        num_cached = request.cached_tokens // page_size if request.lease is None else 0
+        return cls(request, 0, 0, len(request.pages) - num_cached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +106,20 @@ def _queued(
     demands = []
     for request in requests:
         path = waiting.path_of(request)
-        tokens = request.prefill_end - path.end
+        tokens = request.prefill_end - max(path.end, request.leased_tokens)
         node: RadixNode | None = path
         while node is not None and not node.is_cached and node not in counted:
             counted.add(node)
             # Tokens that a running request prefills count as its own.
             tokens += 0 if node.num_prefilling else len(node.tokens)
             node = node.parent
-        new_pages = pages.pages_for(tokens)
+        new_pages = pages.pages_of(request, tokens)
         demands.append(Demand(request, tokens, new_pages, new_pages))
     return demands
 
 
 def _running(request: Request, pages: RequestPages) -> Demand:
     remaining = request.remaining_prefill
-    pages_in_all = max(pages.pages_for(request.prefill_end), len(request.pages))
-    held_pages = pages_in_all - request.cached_tokens // pages.page_size
-    return Demand(request, remaining, pages_in_all - len(request.pages), held_pages)
+    pages_in_all = max(pages.pages_of(request, request.prefill_end), len(request.pages))
+    num_cached = request.cached_tokens // pages.page_size if request.lease is None else 0
+    return Demand(request, remaining, pages_in_all - len(request.pages), pages_in_all - num_cached)

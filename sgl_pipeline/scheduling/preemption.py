@@ -6,7 +6,7 @@ the pages that they need from each other. A request is retracted only for one be
 touches a request with a step in flight.
 """
 
-from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.requests import Lease, Request, RequestState
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
@@ -25,6 +25,8 @@ class Preemption:
         # Retractions because pages ran out; other retractions made room for a higher priority.
         self.num_shortages = 0
         self._retracted: list[Request] = []
+        # Of requests that were retracted.
+        self.ended_leases: list[tuple[Request, Lease]] = []
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Allocates pages for `num_tokens` tokens of `request`, at the cost of later requests.
@@ -32,12 +34,22 @@ class Preemption:
         False when even that was not enough: then it keeps what it has and waits for its turn.
         """
         while not self._pages.extend(request, num_tokens):
-            victim = self.last_idle()
-            if victim is None or victim.order <= request.order:
+            victim = self._last_behind(request)
+            if victim is None:
                 return False
             self.num_shortages += 1
             self.retract(victim)
         return True
+
+    def _last_behind(self, request: Request) -> Request | None:
+        """The request to take pages from for one before it. Not one with a lease: its single page
+        comes back anyway, because nothing keeps it from going on."""
+        behind = (
+            one
+            for one in self._running
+            if not one.steps_in_flight and one.order > request.order and one.lease is None
+        )
+        return max(behind, key=lambda one: one.order, default=None)
 
     def retract_last(self) -> None:
         """Retracts the last running request in order; none may have a step in flight."""
@@ -50,6 +62,9 @@ class Preemption:
         """Sends a running request back to the queue, to prefill its prompt and output again."""
         self._pages.release(request)
         self._running.drop(request)
+        if request.lease is not None:
+            self.ended_leases.append((request, request.lease))
+            request.lease, request.leased_tokens = None, 0
         request.state = RequestState.WAITING
         request.num_scheduled = request.num_computed = 0
         request.prefill_end = request.num_tokens

@@ -30,7 +30,7 @@ class PrefillRoom:
         if self._limit is not None:
             self._least_tokens = self._limit.least_prefill_tokens
             rows = len(decodes)
-            attended = sum([chunk.start + 1 for chunk in decodes])
+            attended = sum([chunk.start + 1 for chunk in decodes if chunk.request.lease is None])
             self._work = StepWork(rows, rows, attended, 0, rows)
 
     @property

@@ -89,11 +89,13 @@ class RecoveryLog:
         if self.owes:
             self._settled.difference_update(released)
             for chunk in chunks:
-                if chunk.request not in self._settled:
+                if chunk.request.lease is None and chunk.request not in self._settled:
                     replays += self._settle(chunk.request, chunk.start)
         else:
             self._settled.clear()
         for chunk in chunks:
+            if chunk.request.lease is not None:
+                continue  # its keys and values are elsewhere
             for page in begun_pages(chunk.request.pages, chunk.start, chunk.end, self._page_size):
                 self._enter(page)
         return tuple(replays)

@@ -66,6 +66,11 @@ class RequestPages:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 
+    def pages_of(self, request: Request, num_tokens: int) -> int:
+        """Pages that the request has here for its first `num_tokens` tokens: one in all if it has a
+        lease, for the rows of its steps."""
+        return self.pages_for(num_tokens) if request.lease is None else 1
+
     def fits(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
         """True if `try_open` would succeed now."""
         match = self._storage.match(path)
@@ -76,9 +81,8 @@ class RequestPages:
 
     def missing_pages(self, request: Request, path: RadixNode) -> int:
         """Pages that the whole prefill of a waiting request needs beside its cached prefix."""
-        return (
-            self.pages_for(request.prefill_end) - self._storage.match(path).end // self._page_size
-        )
+        num_pages = self.pages_of(request, request.prefill_end)
+        return num_pages - self._storage.match(path).end // self._page_size
 
     def prefilling(self, node: RadixNode) -> Request | None:
         """A running request that prefills `node` for others to wait for; looks at all of them."""
@@ -106,23 +110,26 @@ class RequestPages:
         self._demand.claim(path)
         self._holdings[request] = _Holding(match, match.end // self._page_size, path)
         request.pages = self._storage.pages_of(match)
-        request.num_scheduled = request.num_computed = match.end
+        request.num_scheduled = request.num_computed = max(match.end, request.leased_tokens)
         return True
 
     def _fits_beside(self, match: RadixNode, request: Request, num_reserved: int) -> bool:
         """`match`, the request's cached prefix, is locked: its pages are not available."""
-        num_missing = self.pages_for(request.prefill_end) - match.end // self._page_size
+        num_missing = self.pages_of(request, request.prefill_end) - match.end // self._page_size
         return num_missing <= self.num_available - num_reserved
 
     def reachable_tokens(self, request: Request) -> int:
         """Number of tokens that the request could hold if it took every available page."""
-        return (len(request.pages) + self.num_available) * self._page_size
+        num_pages = len(request.pages) + self.num_available
+        if request.lease is not None:
+            return request.num_tokens if num_pages else 0
+        return num_pages * self._page_size
 
     def extend(self, request: Request, num_tokens: int) -> bool:
         """Allocates pages for the first `num_tokens` tokens; False if too few are left."""
-        if num_tokens <= len(request.pages) * self._page_size:
+        count = self.pages_of(request, num_tokens) - len(request.pages)
+        if count <= 0:
             return True
-        count = self.pages_for(num_tokens) - len(request.pages)
         if count > self.num_available:
             return False
         self._pool.free(self._storage.evict(count - self._pool.num_free))
@@ -135,6 +142,8 @@ class RequestPages:
         If the cache has such pages from another request, nothing happens: locking them beside the
         request's own would take twice the room that the request was admitted for.
         """
+        if request.lease is not None:
+            return
         holding = self._holdings[request]
         num_full = request.num_computed // self._page_size
         tokens = request.tokens(0, num_full * self._page_size)
@@ -163,7 +172,7 @@ class RequestPages:
         assert request.steps_in_flight == 0
         self.end_prefill(request)
         holding = self._holdings.pop(request)
-        num_full = request.num_computed // self._page_size
+        num_full = request.num_computed // self._page_size if request.lease is None else 0
         insertion = self._storage.insert(
             holding.locked,
             request.tokens(0, num_full * self._page_size),

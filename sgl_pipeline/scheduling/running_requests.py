@@ -22,9 +22,10 @@ class RunningRequests:
         self.prefilling: dict[Request, None] = {}
         self.decoding: dict[Request, tuple[int, int]] = {}
         self.ready: dict[Request, None] = {}
-        # Sums over `decoding`.
+        # Sums over `decoding`; a request with a lease adds nothing, its keys are elsewhere.
         self.remaining_output_tokens = 0
         self.attended_tokens = 0
+        self._num_leased = 0
 
     def __len__(self) -> int:
         return len(self._admitted)
@@ -32,9 +33,15 @@ class RunningRequests:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._admitted)
 
+    @property
+    def num_growing(self) -> int:
+        """Requests that may need further pages: those without a lease."""
+        return len(self._admitted) - self._num_leased
+
     def admit(self, request: Request) -> None:
         """A request has left the queue."""
         self._admitted[request] = None
+        self._num_leased += request.lease is not None
         self.prefilling[request] = None
 
     def start_last_prefill(self, request: Request) -> None:
@@ -45,6 +52,8 @@ class RunningRequests:
         """The request has a new token to decode from, and no step in flight."""
         remaining = request.stops.max_new_tokens - len(request.output_ids)
         attended = len(request.prompt_ids) + len(request.output_ids)
+        if request.lease is not None:
+            remaining = attended = 0
         old_remaining, old_attended = self.decoding.get(request, (0, 0))
         self.remaining_output_tokens += remaining - old_remaining
         self.attended_tokens += attended - old_attended
@@ -60,8 +69,13 @@ class RunningRequests:
         members = self.ready if request in self.decoding else self.prefilling
         members[request] = None
 
+    def stop_prefill(self, request: Request) -> None:
+        """No further chunk of its prompt is taken."""
+        self.prefilling.pop(request, None)
+
     def drop(self, request: Request) -> None:
         """The request ended or was retracted."""
+        self._num_leased -= request in self._admitted and request.lease is not None
         remaining, attended = self.decoding.pop(request, (0, 0))
         self.remaining_output_tokens -= remaining
         self.attended_tokens -= attended
@@ -79,7 +93,9 @@ class RunningRequests:
         assert all(request.is_prefilling for request in self.prefilling)
         for request in self.decoding:
             assert request.steps_in_flight == (request not in self.ready)
+        here = [one for one in self.decoding if one.lease is None]
         assert self.remaining_output_tokens == sum(
-            one.stops.max_new_tokens - len(one.output_ids) for one in self.decoding
+            one.stops.max_new_tokens - len(one.output_ids) for one in here
         )
-        assert self.attended_tokens == sum(one.num_tokens for one in self.decoding)
+        assert self.attended_tokens == sum(one.num_tokens for one in here)
+        assert self._num_leased == sum(one.lease is not None for one in self._admitted)

@@ -5,11 +5,12 @@ a decode, appends the token and applies the stop rules: the request ends and rel
 is ready for its next decode.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState, TokenEvent
 from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
+from sgl_pipeline.scheduling.offloaded_requests import OffloadedRequests
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
@@ -24,10 +25,11 @@ class StepResults:
         in_flight: StepsInFlight,
         running: RunningRequests,
         pages: RequestPages,
+        offloaded: OffloadedRequests,
         finish: Callable[[Request, FinishReason], None],
     ) -> None:
         self._in_flight, self._running, self._pages = in_flight, running, pages
-        self._finish = finish
+        self._offloaded, self._finish = offloaded, finish
 
     def take(
         self,
@@ -35,19 +37,25 @@ class StepResults:
         token_ids: Sequence[int],
         now_s: float,
         logprobs: Sequence[LogprobRows],
+        lost_leases: Set[int],
     ) -> list[TokenEvent]:
         """Applies the result of the oldest step; arguments and errors as `StepScheduler.on_result`
         has them."""
         microbatch = self._in_flight.take_result(step_id, token_ids, logprobs)
+        if lost_leases:
+            self._offloaded.lose(microbatch.chunks, lost_leases)
         drawn, rows = iter(token_ids), iter(logprobs)
         events = []
         for chunk in microbatch.chunks:
             new_ids = (next(drawn),) if chunk.samples else ()
             if chunk.request.logprobs is not None:
-                keep_logprobs(chunk, next(rows))
+                row = next(rows)
+                if not self._offloaded.is_lost(chunk.request):
+                    keep_logprobs(chunk, row)
             event = self._book(chunk, new_ids, now_s)
             if event is not None:
                 events.append(event)
+        self._offloaded.retract_lost()
         return events
 
     def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
@@ -59,6 +67,8 @@ class StepResults:
         if request.state is RequestState.FINISHED:
             if request.steps_in_flight == 0:
                 self._pages.release(request)
+            return None
+        if self._offloaded.is_lost(request):
             return None
         if not chunk.is_decode:
             self._pages.commit(request)

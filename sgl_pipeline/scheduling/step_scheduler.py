@@ -16,7 +16,7 @@ steps. One step, from the arrival of its requests to its tokens:
     on_result:        book the oldest step on its requests (`step_results.py`)
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import RequestError
@@ -30,6 +30,7 @@ from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
 from sgl_pipeline.scheduling.lost_pages import LostPages
+from sgl_pipeline.scheduling.offloaded_requests import OffloadedRequests, leases_last
 from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.pausing import Pausing
@@ -90,6 +91,9 @@ class StepScheduler:
         self._preemption = Preemption(self._running, self._waiting, self._pages)
         self.pausing = Pausing(self._running, self._preemption)
         self.tier = KvTier(tree, demand, storage, self._pages, self._waiting, self._running, log)
+        self.offloaded = OffloadedRequests(
+            self._waiting, self._running, self._preemption, self.tier.arrivals
+        )
         self._admission = Admission(
             self._waiting,
             self._running,
@@ -109,7 +113,9 @@ class StepScheduler:
         self._meter = LoadMeter(
             self._waiting, self._running, self._pages, self._in_flight, reserve, self.tier
         )
-        self._results = StepResults(self._in_flight, self._running, self._pages, self._finish)
+        self._results = StepResults(
+            self._in_flight, self._running, self._pages, self.offloaded, self._finish
+        )
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
         self._requests: dict[str, Request] = {}
@@ -197,7 +203,13 @@ class StepScheduler:
         log = self.lost_pages.log
         replays = () if log is None else log.take_up(chunks, released)
         microbatch = Microbatch(
-            self._in_flight.next_id, self.epoch, load, budget, tuple(chunks), released, replays
+            self._in_flight.next_id,
+            self.epoch,
+            load,
+            budget,
+            leases_last(chunks),
+            released,
+            replays,
         )
         self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.add(microbatch)
@@ -216,6 +228,7 @@ class StepScheduler:
         token_ids: Sequence[int],
         now_s: float,
         logprobs: Sequence[LogprobRows] = (),
+        lost_leases: Set[int] = frozenset(),
     ) -> list[TokenEvent]:
         """Applies the result of the oldest step in flight: every stage has run it.
 
@@ -224,11 +237,12 @@ class StepScheduler:
             token_ids: the last stage's tokens, one for each chunk that samples, in chunk order.
             now_s: the caller's clock in seconds.
             logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
+            lost_leases: numbers of leases that some stage could not use.
 
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
         wrong.
         """
-        events = self._results.take(step_id, token_ids, now_s, logprobs)
+        events = self._results.take(step_id, token_ids, now_s, logprobs, lost_leases)
         self.pausing.retract_if_asked()
         return events
 
@@ -244,6 +258,7 @@ class StepScheduler:
             end = self._pages.release(request)
         if request.room is not None:
             self.tier.on_room_ended(request, end)
+            self.offloaded.left(request)
 
     # When stages are lost, or others
 
@@ -252,6 +267,7 @@ class StepScheduler:
         have orders to drop it."""
         self.lost_pages.take_back_steps(self._in_flight)
         self._in_flight.forget()
+        self.offloaded.retract_lost()
         self.pausing.retract_if_asked()
 
     def use_stages(self, num_stages: int, now_s: float) -> None:
@@ -287,6 +303,11 @@ class StepScheduler:
     def next_step_id(self) -> int:
         """The id of the next step; all earlier ids are lower."""
         return self._in_flight.next_id
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Most steps in flight."""
+        return self._in_flight.limit
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
         """The state of the whole system: as it is, or as `accounting` counts it for a policy."""
@@ -377,8 +398,9 @@ class StepScheduler:
         self._pages.check_conservation()
         assert len(self._requests) == len(self._waiting) + len(self._running)
         for request in self._running:
-            assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
+            num_begun = self._pages.pages_of(request, request.num_scheduled)
+            assert num_begun <= len(request.pages) or request.num_scheduled == request.leased_tokens
         for microbatch in self._in_flight:
             for chunk in microbatch.chunks:
-                assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)
+                assert len(chunk.request.pages) >= self._pages.pages_of(chunk.request, chunk.end)
         self._running.check_invariants()

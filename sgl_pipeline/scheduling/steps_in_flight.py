@@ -55,18 +55,26 @@ class StepsInFlight:
         if microbatch is None or microbatch.step_id != step_id:
             expected = "none is in flight" if microbatch is None else f"{microbatch.step_id} is due"
             raise ProtocolError(f"the result of step {step_id} arrived, but {expected}")
-        if len(token_ids) != microbatch.num_samples:
-            raise ProtocolError(
-                f"step {step_id} drew {len(token_ids)} tokens, {microbatch.num_samples} are due"
-            )
-        if len(logprobs) != microbatch.num_logprob_chunks:
-            raise ProtocolError(
-                f"step {step_id} gave log-probabilities of {len(logprobs)} chunks, "
-                f"{microbatch.num_logprob_chunks} are due"
-            )
-        check_logprobs(microbatch.chunks, logprobs)
+        check_result(microbatch, token_ids, logprobs)
         return self._steps.popleft()
 
     def forget(self) -> None:
         """Forgets all steps. Their ids are not used again."""
         self._steps.clear()
+
+
+def check_result(
+    microbatch: Microbatch, token_ids: Sequence[int], logprobs: Sequence[LogprobRows]
+) -> None:
+    """Raises ProtocolError if these cannot be the tokens and rows of the step."""
+    step_id = microbatch.step_id
+    if len(token_ids) != microbatch.num_samples:
+        raise ProtocolError(
+            f"step {step_id} drew {len(token_ids)} tokens, {microbatch.num_samples} are due"
+        )
+    if len(logprobs) != microbatch.num_logprob_chunks:
+        raise ProtocolError(
+            f"step {step_id} gave log-probabilities of {len(logprobs)} chunks, "
+            f"{microbatch.num_logprob_chunks} are due"
+        )
+    check_logprobs(microbatch.chunks, logprobs)

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Callable
 
 from sgl_pipeline.args import Accounting
-from sgl_pipeline.requests import Request
+from sgl_pipeline.requests import Lease, Request
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.step_work import attended_tokens
@@ -80,14 +80,19 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Enters a request; its `prefill_end` must not change while it waits."""
-        # A hit ends before the first position whose logits are needed: the last, or sooner.
-        tokens = request.tokens(0, request.first_logits_position)
-        path = self._demand.want(tokens, request.cache_namespace)
-        self._paths[request] = path
-        self._count(request, path, 1)
+        self._want(request)
         heapq.heappush(self._heap, (request.order, request))
         if self.on_add is not None:
             self.on_add(request)
+
+    def use_lease(self, request: Request, lease: Lease | None, num_tokens: int) -> None:
+        """The waiting `request` has this lease from now on, with the keys and values of its first
+        `num_tokens` tokens; None: it has none any more."""
+        path = self._paths[request]
+        self._count(request, path, -1)
+        self._demand.unwant(path)
+        request.lease, request.leased_tokens = lease, num_tokens
+        self._want(request)
 
     def __contains__(self, request: Request) -> bool:
         return request in self._paths
@@ -153,6 +158,14 @@ class WaitingQueue:
         _, request = heapq.heappop(self._heap)
         self._forget(request)
 
+    def _want(self, request: Request) -> None:
+        # A hit ends before the first position whose logits are needed: the last, or sooner. What is
+        # cached here is of no use to a request with a lease.
+        end = request.first_logits_position if request.lease is None else 0
+        path = self._demand.want(request.tokens(0, end), request.cache_namespace)
+        self._paths[request] = path
+        self._count(request, path, 1)
+
     def _forget(self, request: Request) -> RadixNode:
         path = self._paths.pop(request)
         self._count(request, path, -1)
@@ -161,6 +174,10 @@ class WaitingQueue:
     def _count(self, request: Request, path: RadixNode, sign: int) -> None:
         """Adds (`sign` 1) or subtracts (-1) the tokens that `request` has to prefill."""
         end = request.prefill_end
+        if request.lease is not None:  # attention is computed elsewhere
+            self._tail_tokens += sign * (end - request.leased_tokens)
+            self.num_tokens += sign * (end - request.leased_tokens)
+            return
         self._tail_tokens += sign * (end - path.end)
         self._tail_attended += sign * attended_tokens(path.end, end)
         self.num_tokens += sign * end

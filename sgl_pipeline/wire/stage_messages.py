@@ -24,6 +24,7 @@ from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.lease_orders import OffloadedWork, PagesLent
 from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady
 from sgl_pipeline.wire.stage_orders import SealedOrder
 from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved
@@ -146,6 +147,10 @@ class StageReady(msgspec.Struct, frozen=True, tag=True):
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One stage ran one step. The last stage adds the sampled token ids, in chunk order, and the
     rows of log-probabilities of each chunk whose request wants any, in chunk order as well.
+
+    Of a step with chunks of leases (`lease_orders.py`) each stage reports its part of the attention
+    as `offloaded`, and in `lost_leases` the numbers of those that it could not use: what their rows
+    have become has no meaning.
     """
 
     stage: int
@@ -154,6 +159,8 @@ class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     timing: StageTiming
     token_ids: tuple[Count, ...] | None = None
     logprobs: tuple[LogprobRows, ...] = ()
+    offloaded: OffloadedWork | None = None
+    lost_leases: tuple[Count, ...] = ()
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=True):
@@ -290,6 +297,7 @@ FromWorker = (
     | MoveReady
     | MoveDone
     | MoveFailed
+    | PagesLent
     | PagesSaved
     | PagesLoaded
     | ProfileReply

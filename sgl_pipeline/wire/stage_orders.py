@@ -14,12 +14,20 @@ import msgspec
 
 from sgl_pipeline.decoding import decode
 from sgl_pipeline.errors import MalformedData, ProtocolError
+from sgl_pipeline.wire.lease_orders import LeaseOrder
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
 from sgl_pipeline.wire.store_orders import OfferOrder, StoreOrder
 
 StageOrder = (
-    StepOrder | MirrorSnapshot | PrepareMove | SwitchPlan | AbandonMove | StoreOrder | OfferOrder
+    StepOrder
+    | MirrorSnapshot
+    | PrepareMove
+    | SwitchPlan
+    | AbandonMove
+    | StoreOrder
+    | OfferOrder
+    | LeaseOrder
 )
 
 

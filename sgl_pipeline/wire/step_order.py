@@ -14,7 +14,7 @@ from itertools import groupby
 import msgspec
 
 from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch
-from sgl_pipeline.requests import LogprobSpec, Request, SamplingSpec
+from sgl_pipeline.requests import Lease, LogprobSpec, Request, SamplingSpec
 from sgl_pipeline.wire.logged_pages import LogContents
 
 INT32 = "i"  # array typecode of token and page ids on the wire
@@ -25,12 +25,15 @@ class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
 
     `handle` is unique for the life of the server. `prompt_length` splits the tokens so far into
     prompt and output. `logprobs.prompt_start` is the first position whose row is still wanted.
+    With a `lease` its keys and values are on another server, and its only page here takes those of
+    its rows of a step, at their places in a page; its chunks come last in a step.
     """
 
     handle: int
     sampling: SamplingSpec
     prompt_length: int
     logprobs: LogprobSpec | None = None
+    lease: Lease | None = None
 
 
 class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -156,7 +159,7 @@ def _open_of(request: Request, handle: int) -> RequestOpen:
     logprobs = request.logprobs
     if logprobs is not None:
         logprobs = msgspec.structs.replace(logprobs, prompt_start=request.first_logits_position)
-    return RequestOpen(handle, request.sampling, len(request.prompt_ids), logprobs)
+    return RequestOpen(handle, request.sampling, len(request.prompt_ids), logprobs, request.lease)
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +172,7 @@ class MirroredRequest:
     tokens: "array[int]"
     pages: "array[int]"
     logprobs: LogprobSpec | None = None
+    lease: Lease | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,7 @@ class RequestMirror:
             array(INT32),
             array(INT32),
             opened.logprobs,
+            opened.lease,
         )
 
     def _extend(self, chunk: ChunkOrder) -> MirroredChunk:

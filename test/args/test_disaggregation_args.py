@@ -1,5 +1,6 @@
 """The flags of prefill and decode apart: what is taken, what is refused, and in which words."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,13 @@ from typing import Any
 import pytest
 from sglang.srt.arg_groups.fields.disagg import Disagg
 
-from sgl_pipeline.args import DisaggregationArgs, PipelineArgs, SchedulingArgs, StageArgs
+from sgl_pipeline.args import (
+    DisaggregationArgs,
+    PipelineArgs,
+    RecoveryArgs,
+    SchedulingArgs,
+    StageArgs,
+)
 from sgl_pipeline.args.flags import flags_of
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.upstream.upstream_checks import flag_of, upstream_defaults
@@ -47,6 +54,22 @@ def test_both_roles_are_taken(mode: Any) -> None:
         ({"decode_fallback": True}, "--disaggregation-decode-fallback does nothing without"),
         ({"reserved_decode_tokens": 1}, "--num-reserved-decode-tokens does nothing without"),
         ({"mode": "prefill", "decode_fallback": True}, "-fallback is for --disaggregation-mode d"),
+        ({"attention_offload": True}, "--enable-attention-offload does nothing without"),
+        (
+            {"mode": "prefill", "attention_offload": True, "attention_offload_ratio": "1"},
+            "-ratio is for --disaggregation-mode decode, this is prefill",
+        ),
+        (
+            {"mode": "decode", "attention_offload_ratio": "1"},
+            "--attention-offload-ratio does nothing without --enable-attention-offload",
+        ),
+        *(
+            (
+                {"mode": "decode", "attention_offload": True, "attention_offload_ratio": ratio},
+                f"-ratio {ratio} is neither auto nor a number from 0 to inf",
+            )
+            for ratio in ("-1", "nan", "half", "")
+        ),
         ({"mode": "decode", "bootstrap_port": 0}, "-bootstrap-port 0 must be between 1 and 65535"),
         ({"mode": "decode", "reserved_decode_tokens": -1}, "-tokens -1 must be at least 0"),
         ({"transfer_backend": "mooncake"}, "mooncake is not built.*leave the flag out, or give p"),
@@ -56,6 +79,23 @@ def test_both_roles_are_taken(mode: Any) -> None:
 def test_what_has_no_meaning_is_refused_by_name(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         DisaggregationArgs(**values)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "number"), [("auto", None), ("0", 0.0), ("0.7", 0.7), ("inf", math.inf)]
+)
+def test_the_ratio_is_a_number_or_measured(ratio: str, number: float | None) -> None:
+    args = DisaggregationArgs(mode="decode", attention_offload=True, attention_offload_ratio=ratio)
+    assert args.offload_ratio == number
+
+
+def test_attention_is_lent_by_cpus_only() -> None:
+    with pytest.raises(ConfigurationError, match="-attention-offload with --device cuda is not bu"):
+        PipelineArgs(
+            stages=StageArgs(model_path="m", dtype="float32", device="cuda"),
+            recovery=RecoveryArgs(log_mib=0),
+            disaggregation=DisaggregationArgs(mode="prefill", attention_offload=True),
+        )
 
 
 def test_a_role_needs_the_radix_cache() -> None:

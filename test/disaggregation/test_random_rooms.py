@@ -1,6 +1,7 @@
 """Two kinds of servers under random operations and faults, over streams that delay, lose, repeat
 and break: every request ends, with its right tokens or a named error, and nothing is kept."""
 
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -31,6 +32,9 @@ def random_split(random: Random, num_stages: int) -> tuple[int, ...]:
 class RandomRooms:
     """One run. Where nothing is lost but streams and stages, no time is ever waited out."""
 
+    lends = False
+    most_tokens = 8
+
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
         self.is_lossy = random.random() < 0.4
@@ -41,9 +45,15 @@ class RandomRooms:
             reserved_tokens=random.choice((1, 4, 32)),
             held_share=random.choice((0.2, 0.5)),
             falls_back=random.random() < 0.4,
+            lends=self.lends,
         )
-        loss = 0.1 if self.is_lossy else 0.0
-        self.world = RoomWorld(random, limits, loss=loss, delays_s=(0.0, 0.0, 0.01, 0.3))
+        self.world = RoomWorld(
+            random,
+            limits,
+            loss=0.1 if self.is_lossy else 0.0,
+            delays_s=(0.0, 0.0, 0.01, 0.3),
+            offload_ratio=random.choice((math.inf, math.inf, 1.0, None)) if self.lends else 0.0,
+        )
         # One folder, or none.
         self.store = random.choice((None, MemoryStore()))
         for number in range(random.choice((1, 1, 2))):
@@ -65,10 +75,15 @@ class RandomRooms:
             store=self.store,
         )
 
-    def run(self) -> None:
-        faults = (self.abort, self.cut, self.lose, self.regroup, self.move, self.silence)
-        faults += (self.flush, self.go_out_of_reach, self.restart)
-        operations: list[Callable[[], None]] = [
+    def faults(self) -> tuple[Callable[[], None], ...]:
+        return (
+            *(self.abort, self.cut, self.lose, self.regroup, self.move, self.silence),
+            *(self.flush, self.go_out_of_reach, self.restart),
+        )
+
+    def operations(self) -> list[Callable[[], None]]:
+        faults = self.faults()
+        return [
             *([self.submit] * 6),
             *([self.submit_half] * 6),
             *([self.turn] * 24),
@@ -78,6 +93,9 @@ class RandomRooms:
             *([self.wait] * 12),
             *self.random.sample(faults, self.random.randrange(len(faults))),
         ]
+
+    def run(self) -> None:
+        operations = self.operations()
         for _ in range(NUM_OPERATIONS):
             self.random.choice(operations)()
         self.world.unreachable.clear()
@@ -103,7 +121,8 @@ class RandomRooms:
         namespace = random.choice(("", "", "00" * 32))
         first = room_request(f"p{number}", prompt, 1, Room(number), namespace)
         room = Room(number, prefill.name)
-        second = room_request(f"d{number}", prompt, random.randrange(1, 9), room, namespace)
+        num_tokens = random.randrange(1, self.most_tokens + 1)
+        second = room_request(f"d{number}", prompt, num_tokens, room, namespace)
         halves = [(PrefillServer, prefill.name, first), (DecodeServer, decode.name, second)]
         random.shuffle(halves)
         self.halves += halves[1:]

@@ -10,7 +10,7 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.requests import GREEDY
+from sgl_pipeline.requests import GREEDY, Lease
 from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 SHAPE = ActivationShape(3, torch.float32, torch.device("cpu"))
@@ -74,3 +74,14 @@ def test_rows_stay_where_they_are_when_the_contents_are_told_anew() -> None:
     other.restore(log._pages.contents())
     other.write(slots_of([chunk]), torch.ones(8, 3))
     assert torch.equal(other.read(slots_of([chunk])), torch.ones(8, 3))
+
+
+def test_the_page_of_a_lease_is_not_in_the_log() -> None:
+    log = BoundaryLog(2, NUM_PAGES, PAGE_SIZE, SHAPE)
+    kept, leased = chunk_of([8], 0, 4), chunk_of([9], 4, 4)
+    leased.request.lease = Lease("P", 1)
+    log.begin([kept, leased])
+    log.write(slots_of([kept, leased]), torch.arange(24.0).view(8, 3))
+    assert torch.equal(log.read(slots_of([kept])), torch.arange(12.0).view(4, 3))
+    with pytest.raises(ProtocolError, match="page 9 "):
+        log.read(slots_of([leased]))

@@ -20,12 +20,13 @@ from sgl_pipeline.pp_runner import stage_worker
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape, NeighborGone
 from sgl_pipeline.pp_runner.links.page_link import StagePageLinks
+from sgl_pipeline.pp_runner.open_transfers import open_transfers
 from sgl_pipeline.pp_runner.output.output_tail import Tail
 from sgl_pipeline.pp_runner.ready_stage import ReadyStage
 from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.pp_runner.stage_site import StageSite
-from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of, open_transfers
+from sgl_pipeline.pp_runner.stage_worker import StageWorker, exit_code_of
 from sgl_pipeline.pp_runner.worker_hello import WorkerSite
 from sgl_pipeline.pp_runner.worker_inbox import WorkerInbox
 from sgl_pipeline.requests import GREEDY

@@ -112,7 +112,7 @@ class LocalPipeline:
             log_pages=log_pages,
             spec=spec,
         )
-        links = _make_links(plan.num_stages)
+        links = make_links(plan.num_stages)
         self.runners = [self._open_stage(plan, stage, link) for stage, link in enumerate(links)]
         log = None
         if log_pages is not None:
@@ -210,7 +210,7 @@ class LocalPipeline:
         self._in_flight.clear()
         self.core.halt(stages, "killed", 0.0)
         plan = self.core.plan
-        links = _make_links(plan.num_stages)
+        links = make_links(plan.num_stages)
         for stage, link in enumerate(links):
             if stage in stages:
                 self.runners[stage] = self._open_stage(plan, stage, link)
@@ -246,7 +246,7 @@ class LocalPipeline:
         return [request.output_ids for request in requests]
 
 
-def _make_links(num_stages: int) -> list[QueueLink]:
+def make_links(num_stages: int) -> list[QueueLink]:
     """One for each stage."""
     queues: list[deque] = [deque() for _ in range(num_stages + 1)]
     return [QueueLink(queues[stage], queues[stage + 1]) for stage in range(num_stages)]
@@ -283,6 +283,7 @@ def open_stage(
     tail: Tail | None = None,
     log_pages: int | None = None,
     spec: ModelSpec | None = None,
+    run_directory: str = "",
 ) -> StageRunner:
     """One stage of it, by itself; it keeps the rows that it sends of `log_pages` pages."""
     spec = read_model_spec(model_path, quantization) if spec is None else spec
@@ -318,4 +319,4 @@ def open_stage(
     if log_pages is not None and not model.is_last:
         rows = ActivationShape(spec.hidden_size, torch_dtype, device)
         log = BoundaryLog(log_pages, num_pages, page_size, rows)
-    return StageRunner(assignment, model, shapes, num_pages, link, tail, log)
+    return StageRunner(assignment, model, shapes, num_pages, link, tail, log, run_directory)

@@ -5,6 +5,7 @@ of a prefill server, which assert that no step writes into what they offer. Stre
 schedulers delay, and where a test wants it lose and repeat, what they carry.
 """
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -29,12 +30,14 @@ from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.errors import RequestError
+from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import FinishReason, Request, Room
 from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.lease_orders import EndLease, LendPages, PagesLent
 from sgl_pipeline.wire.stage_messages import StageReport
-from sgl_pipeline.wire.step_order import INT32, StepOrder
+from sgl_pipeline.wire.step_order import INT32, MirroredChunk, StepOrder
 from sgl_pipeline.wire.store_orders import (
     LoadPages,
     OfferPages,
@@ -63,18 +66,31 @@ class RoomStage(StoredStage):
         super().__init__(stage, layers, num_pages, store)
         self._network = network
         self._peers: dict[str, PeerPlace] = {}
+        # Those that attention goes to: a `UseStore` without peers does not change them.
+        self._lenders: dict[str, PeerPlace] = {}
         self.offers: dict[int, dict[bytes, int]] = {}
+        # Pages of a lease, and the first that may be written.
+        self.leases: dict[int, tuple[list[int], int]] = {}
 
     def forget_stream(self) -> None:
         super().forget_stream()
         self.offers.clear()
+        self.leases.clear()
 
-    def next_order(self) -> StageReport | None:
+    def next_order(self) -> StageReport | PagesLent | None:  # type: ignore[override]
         order = self._reader.open(self.inbox.popleft())
         if isinstance(order, UseStore):
             self.transfers.clear()
             self.offers.clear()
+            self.leases.clear()
             self._peers = {peer.name: peer for peer in order.peers}
+            self._lenders = self._peers or self._lenders
+        elif isinstance(order, LendPages):
+            assert order.lease not in self.leases, "a lease was made twice"
+            self.leases[order.lease] = ([*array(INT32, order.pages)], order.first_own)
+            return PagesLent(self.stage, order.lease)
+        elif isinstance(order, EndLease):
+            assert self.leases.pop(order.lease, None) is not None, "no lease to end"
         elif isinstance(order, OfferPages):
             assert order.offer not in self.offers, "an offer was made twice"
             hashes = [order.hashes[at : at + 32] for at in range(0, len(order.hashes), 32)]
@@ -100,7 +116,35 @@ class RoomStage(StoredStage):
 
     def _assert_not_offered(self, pages: Sequence[int]) -> None:
         offered = {page for offer in self.offers.values() for page in offer.values()}
+        offered |= {page for pages, _ in self.leases.values() for page in pages}
         assert offered.isdisjoint(pages), "a page is written that peers may read"
+
+    def attend_elsewhere(self, chunk: MirroredChunk) -> bool:
+        lease, start, end = chunk.request.lease, chunk.start, chunk.start + chunk.length
+        assert lease is not None and len(chunk.request.pages) == 1
+        assert start // PAGE_SIZE == (end - 1) // PAGE_SIZE, "its rows have one page here"
+        lender = self._lenders.get(lease.source)
+        stages = () if lender is None else lender.stages
+        for layer in self.layers:
+            found = [one for one in stages if layer in range(*one.layers)]
+            executor = self._network.get(found[0].address) if found else None
+            if executor is None or not executor.attend(layer, lease.number, chunk):
+                return False
+        return True
+
+    def attend(self, layer: int, lease: int, chunk: MirroredChunk) -> bool:
+        """Writes the rows of a peer's chunk, and reads what is before them; False if it cannot."""
+        if lease not in self.leases or layer not in self.layers:
+            return False
+        pages, first_own = self.leases[lease]
+        tokens, end = tuple(chunk.request.tokens), chunk.start + chunk.length
+        assert first_own * PAGE_SIZE <= chunk.start and end <= len(pages) * PAGE_SIZE
+        for position in range(chunk.start):
+            assert self._slot(layer, pages, position) == tokens[: position + 1], (layer, position)
+        for position in range(chunk.start, end):
+            page = self._slots[layer][pages[position // PAGE_SIZE]]
+            page[position % PAGE_SIZE] = tokens[: position + 1]
+        return True
 
     def page_of(self, offer: int, page_hash: bytes, layer: int) -> Any:
         """What a peer reads; None: it is not offered."""
@@ -176,6 +220,15 @@ class RoomServer(StoredPipeline):
         if store is not None:
             self.tier.use(PLACE, RULES)
 
+    def run_order(self, stage: int) -> None:
+        inbox = self.stages[stage].inbox
+        if inbox and (stage == 0 or len(self.stages[stage - 1].inbox) < len(inbox)):
+            report = self.stages[stage].next_order()
+            if isinstance(report, PagesLent):
+                self.core.take_lease_report(report)
+            elif report is not None:
+                self.core.take_report(report, self.now_s)
+
     def _build(self) -> None:
         self.stages = [self._new_stage(one) for one in range(self.core.plan.num_stages)]
         self._join_stages()
@@ -249,7 +302,7 @@ class PrefillServer(RoomServer):
 
     rooms: PrefillRooms
 
-    def begin(self, limits: RoomLimits) -> None:
+    def begin(self, limits: RoomLimits, offload_ratio: float | None) -> None:
         self.rooms = PrefillRooms(self.core.scheduler, IDENTITY, limits, self.places)
 
     def check_end(self) -> None:
@@ -257,6 +310,7 @@ class PrefillServer(RoomServer):
         assert held.num_rooms == held.num_pages == 0, "pages are still held"
         assert not held._withdrawn and not held._to_offer
         assert self.rooms.num_rooms == 0
+        self.tier.lent.check_end()
 
 
 class DecodeServer(RoomServer):
@@ -264,12 +318,15 @@ class DecodeServer(RoomServer):
 
     rooms: DecodeRooms
 
-    def begin(self, limits: RoomLimits) -> None:
-        self.rooms = DecodeRooms(self.core.scheduler, IDENTITY, limits)
+    def begin(self, limits: RoomLimits, offload_ratio: float | None) -> None:
+        rule = OffloadRule(self.core.scheduler, offload_ratio) if limits.lends else None
+        self.core.offload = rule
+        self.rooms = DecodeRooms(self.core.scheduler, IDENTITY, limits, rule)
 
     def check_end(self) -> None:
         self.tier.arrivals.check_end()
-        assert self.rooms.num_rooms == 0
+        assert not self.rooms._rooms and not [*self.core.scheduler.offloaded]
+        assert not self.core.scheduler.offloaded._lost
         assert self.tier.loads.loading_pages == 0, "pages are still promised"
 
 
@@ -287,6 +344,7 @@ class RoomWorld:
     Args:
         loss: the share of messages that streams lose, or carry twice.
         delays_s: how long a message takes.
+        offload_ratio: that of decode servers, if `limits` say that pages are lent.
     """
 
     def __init__(
@@ -296,8 +354,9 @@ class RoomWorld:
         *,
         loss: float = 0.0,
         delays_s: Sequence[float] = (0.0,),
+        offload_ratio: float | None = math.inf,
     ) -> None:
-        self._delays_s = delays_s
+        self._delays_s, self._offload_ratio = delays_s, offload_ratio
         self.random, self.limits, self.loss = random, limits, loss
         self.now_s = 0.0
         self.network: Network = {}
@@ -319,7 +378,7 @@ class RoomWorld:
         store: MemoryStore | None = None,
     ) -> Any:
         server = kind(name, self.network, layer_counts, num_pages, log_pages, self.now_s, store)
-        server.begin(self.limits)
+        server.begin(self.limits, self._offload_ratio)
         self.servers.append(server)
         return server
 
@@ -365,8 +424,7 @@ class RoomWorld:
         server.now_s = self.now_s
         self._serve(server)
         server.fill()
-        tier = server.tier
-        if tier.ended_rooms or tier.arrivals.ended or tier.held.offered or tier.held.lost:
+        if server.rooms.has_news:
             self._serve(server)
             server.fill()
         for request in server.requests:

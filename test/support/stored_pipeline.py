@@ -23,7 +23,13 @@ from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder, StageOrder
-from sgl_pipeline.wire.step_order import INT32, MirrorSnapshot, RequestMirror, StepOrder
+from sgl_pipeline.wire.step_order import (
+    INT32,
+    MirroredChunk,
+    MirrorSnapshot,
+    RequestMirror,
+    StepOrder,
+)
 from sgl_pipeline.wire.store_orders import (
     UINT32,
     LoadPages,
@@ -118,9 +124,18 @@ class StoredStage:
         drawn: list[int] = []
         self.written.clear()
         chunks = self._mirror.apply(order)
+        leased = [chunk.request.lease is not None for chunk in chunks]
+        assert leased == sorted(leased), "chunks with a lease come last"
         self._replay(order)
+        lost: set[int] = set()
         for chunk in chunks:
             tokens, end = tuple(chunk.request.tokens), chunk.start + chunk.length
+            if chunk.request.lease is not None:
+                is_lost = not self.attend_elsewhere(chunk)
+                lost |= {chunk.request.lease.number} if is_lost else set()
+                if chunk.samples:
+                    drawn.append(0 if is_lost else next_token(tokens[:end]))
+                continue
             self.written.append((list(chunk.request.pages), chunk.start, end))
             for layer in self.layers:
                 for position in range(chunk.start):
@@ -141,7 +156,12 @@ class StoredStage:
             epoch=order.epoch,
             timing=NO_TIME,
             token_ids=tuple(drawn) if is_last else None,
+            lost_leases=tuple(lost),
         )
+
+    def attend_elsewhere(self, chunk: MirroredChunk) -> bool:
+        """Computes a chunk of a lease; False if the lease cannot be used."""
+        raise AssertionError(f"this stage knows no leases: {chunk.request.lease}")
 
     def _replay(self, order: StepOrder) -> None:
         """Computes again what it has lost, from the rows that the stage before it has kept."""

@@ -13,8 +13,9 @@ import pytest
 from support.malformed_data import MSGPACK
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.requests import LogprobSpec, SamplingSpec
+from sgl_pipeline.requests import Lease, LogprobSpec, SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.lease_orders import EndLease, LendPages
 from sgl_pipeline.wire.logged_pages import LogContents
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.stage_orders import OrderReader, OrderStream, SealedOrder, StageOrder
@@ -37,7 +38,7 @@ from sgl_pipeline.wire.store_orders import (
 )
 
 SAMPLING = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
-OPEN = RequestOpen(3, SAMPLING, 5, LogprobSpec(1, 4, (5, 6)))
+OPEN = RequestOpen(3, SAMPLING, 5, LogprobSpec(1, 4, (5, 6)), Lease("P", 8))
 CHUNK = ChunkOrder(3, 0, 2, True, b"tokens__", b"page", b"mask")
 # One of each kind, no field at its default. `test_every_kind_of_order_has_an_example` holds it.
 EXAMPLES: tuple[StageOrder, ...] = (
@@ -54,6 +55,8 @@ EXAMPLES: tuple[StageOrder, ...] = (
     LoadPages(4, b"pages___", b"hashes__", b"sums____", ((0, 2), (0,)), "P", 7),
     OfferPages(7, b"pages___", b"hashes__", "ukv1-0"),
     WithdrawPages(7),
+    LendPages(8, b"pages___", 1, "ukv1-0"),
+    EndLease(8),
 )
 
 

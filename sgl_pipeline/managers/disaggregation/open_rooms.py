@@ -13,6 +13,7 @@ from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.managers.disaggregation.offering_stages import OfferingStages
 from sgl_pipeline.managers.disaggregation.room_ends import DecodeEnd, PrefillEnd
 from sgl_pipeline.managers.tiers.store_identity import store_identity
+from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.stage_workers import StageWorkers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
@@ -40,10 +41,13 @@ def open_rooms(
         reserved_tokens=role.reserved_decode_tokens,
         falls_back=role.decode_fallback,
         silence_s=role.silence_s,
+        lends=role.attention_offload,
     )
     run_directory, probability = args.run_directory, role.failure_probability
     if role.mode == "decode":
-        decode = DecodeRooms(core.scheduler, identity, limits)
+        rule = OffloadRule(core.scheduler, role.offload_ratio) if role.attention_offload else None
+        core.offload = rule
+        decode = DecodeRooms(core.scheduler, identity, limits, rule)
         return DecodeEnd(decode, tier, run_directory, poller, probability)
     stages = OfferingStages(core, roster)
     prefill = PrefillRooms(core.scheduler, identity, limits, stages())

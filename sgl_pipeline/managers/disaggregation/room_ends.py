@@ -85,8 +85,7 @@ class RoomsEnd(ABC, Generic[Rooms]):
     @property
     def has_news(self) -> bool:
         """True if the scheduler has something for `serve`, which nothing else will wake."""
-        tier = self._tier
-        return bool(tier.ended_rooms or tier.arrivals.ended or tier.held.offered or tier.held.lost)
+        return self._rooms.has_news
 
     @abstractmethod
     def state(self) -> RoomsState:

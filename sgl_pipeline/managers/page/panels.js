@@ -139,7 +139,7 @@ export class Panels {
     const isPrefill = rooms.mode === "prefill";
     const peers = `${isPrefill ? "decode" : "prefill"} server${rooms.peers === 1 ? "" : "s"}`;
     byId("rooms-what").textContent = `${rooms.mode} server · ${figure(rooms.peers)} ${peers} connected`;
-    const [early, late] = rooms.failed;
+    const [early, late] = rooms.failed, lent = rooms.offload;
     const each = rooms.done ? `${duration(rooms.done_ms)} each` : "";
     const failed = ["failed", early + late, null, [early && `${figure(early)} before the prompt was ready`,
       late && `${figure(late)} afterwards`, rooms.computed_here && `${figure(rooms.computed_here)} computed here`]
@@ -148,11 +148,14 @@ export class Panels {
       ["not asked for", rooms.waiting, null, ""],
       ["held to be read", rooms.moving, rooms.held_pages, ""],
       ["read", rooms.done, null, each], failed,
+      ...(lent ? [["lent for attention", lent.rooms, lent.pages, ""]] : []),
     ] : [
       ["prompt not ready", rooms.waiting, null, ""],
       ["being loaded", rooms.moving, rooms.promised_pages,
         rooms.pending_pages ? `${figure(rooms.pending_pages)} more pages wait for room` : ""],
       ["loaded", rooms.done, rooms.loaded_pages, each], failed,
+      ...(lent ? [["attention elsewhere", lent.requests, null,
+        `${figure(lent.tokens)} tokens; ${figure(lent.offloaded)} requests since the start, ${figure(lent.ended_early)} of them came back`]] : []),
     ];
     byId("rooms").tBodies[0].replaceChildren(...rows.map(([name, number, pages, more]) => element("tr", {},
       ...[name, figure(number), figure(pages), more].map((text) => element("td", {}, text)))));

@@ -10,7 +10,12 @@ import msgspec
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick
 from sgl_pipeline.managers.reports.plan_report import describe_move
-from sgl_pipeline.pipeline.pipeline_state import PipelineState, RoomsState, TierState
+from sgl_pipeline.pipeline.pipeline_state import (
+    OffloadState,
+    PipelineState,
+    RoomsState,
+    TierState,
+)
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
@@ -178,6 +183,19 @@ def _rooms(rooms: RoomsState) -> dict[str, Any]:
         "loaded_pages": rooms.loaded_pages,
         "failed": [rooms.bootstrap_failed, rooms.transfer_failed],
         "computed_here": rooms.computed_here,
+        "offload": None if rooms.offload is None else _offload(rooms.offload),
+    }
+
+
+def _offload(offload: OffloadState) -> dict[str, Any]:
+    """Attention that is lent, or computed elsewhere."""
+    return {
+        "rooms": offload.lent_rooms,
+        "pages": offload.lent_pages,
+        "requests": offload.requests,
+        "tokens": offload.tokens,
+        "offloaded": offload.offloaded,
+        "ended_early": offload.ended_early,
     }
 
 

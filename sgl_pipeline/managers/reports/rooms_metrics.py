@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from sglang.srt.observability.metrics_collector import QueueCount, SchedulerMetricsCollector
 
-from sgl_pipeline.pipeline.pipeline_state import RoomsState
+from sgl_pipeline.pipeline.pipeline_state import OffloadState, RoomsState
 
 _PREFIX = "sgl_pipeline_rooms_"
 _MIB, _GIB = 2**20, 2**30
@@ -35,6 +35,20 @@ def queue_stats(rooms: RoomsState, num_pages: int) -> dict[str, Any]:
     }
 
 
+def _offload_values(mode: str, offload: OffloadState) -> dict[str, float]:
+    """The numbers of one side; those that are not known are missing."""
+    if mode == "prefill":
+        return {"lent_rooms": offload.lent_rooms, "lent_pages": offload.lent_pages}
+    values = {
+        "requests": offload.requests,
+        "tokens": offload.tokens,
+        "wait_share": offload.wait_share,
+        "offloaded": offload.offloaded,
+        "ended_early": offload.ended_early,
+    }
+    return values if offload.bound is None else values | {"bound": offload.bound}
+
+
 class RoomsMetrics:
     """Counts that grow, and values for which SGLang has no name.
 
@@ -50,6 +64,7 @@ class RoomsMetrics:
         self._computed_here = Counter(
             f"{_PREFIX}computed_here", "Rooms whose prompts a decode server computed.", [*self._own]
         )
+        self._offload = self._gauge("offload", "Attention lent to decode servers.", "what")
         self._before: RoomsState | None = None
 
     def publish(self, rooms: RoomsState) -> None:
@@ -70,6 +85,9 @@ class RoomsMetrics:
             rooms.transfer_failed - before.transfer_failed
         )
         self._observe_transfers(before, rooms)
+        if rooms.offload is not None:
+            for what, value in _offload_values(rooms.mode, rooms.offload).items():
+                self._offload.labels(**self._own, what=what).set(value)
 
     def _observe_transfers(self, before: RoomsState, now: RoomsState) -> None:
         """Each room whose prompt a decode server has read since counts with the mean of these

@@ -75,6 +75,7 @@ SERVER_ONLY = frozenset(
     nnodes node_rank dist_init_addr use_ray ray_wait_s host_silence_s cluster_key_file
     disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
     num_reserved_decode_tokens disaggregation_decode_fallback
+    enable_attention_offload attention_offload_ratio
     ui drain_timeout_s config
     """.split()
 )

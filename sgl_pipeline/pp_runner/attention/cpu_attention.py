@@ -27,15 +27,16 @@ class CpuAttention:
     same type or in codes of 8 bits.
 
     Computes with `arithmetic`, which `kernels` must have for the shape's dtype, by default with the
-    fastest, on `torch.get_num_threads()` threads. A row's result depends only on its own query,
-    keys and values: bitwise the same decoded, in one chunk or in many, in any microbatch. The work
-    of a layer with a window grows with the window; pages that no row of a chunk sees any more are
-    not read.
+    fastest, on `num_threads`, by default `torch.get_num_threads()`. A row's result depends only on
+    its own query, keys and values: bitwise the same decoded, in one chunk or in many, in any
+    microbatch. The work of a layer with a window grows with the window; pages that no row of a
+    chunk sees any more are not read.
     """
 
     shape: AttentionShape
     kernels: CpuKernels
     arithmetic: Arithmetic | None = None
+    num_threads: int | None = None
     _layout: PagedLayout | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +101,6 @@ class CpuAttention:
             softcap=shape.softcap or 0.0,
             sinks=sinks,
             kv_format=KvFormat.of(key_pages),
-            num_threads=torch.get_num_threads(),
+            num_threads=self.num_threads or torch.get_num_threads(),
         )
         return out

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.requests import SamplingSpec
 from sgl_pipeline.wire.step_order import MirroredChunk
 
@@ -39,11 +41,20 @@ class PagedLayout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LentRows:
+    """The rows of a step from `first_row` on, those of `chunks`, whose requests have leases."""
+
+    first_row: int
+    chunks: Sequence[MirroredChunk]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """One step, as tensors. `token_ids`, `positions`, `slots` and `sample_rows` are int64 on the
     stage's device; `slots[t]` is `page * page_size + offset`, where row t's key and value go.
     `sampling[s]` and `sample_positions[s]` belong to row `sample_rows[s]`: the spec, and the
-    position that the drawn token will have in its request (int64, host).
+    position that the drawn token will have in its request (int64, host). `layout` is that of the
+    rows before `lent`, if there are such: their attention is computed elsewhere.
     """
 
     token_ids: torch.Tensor  # [T]
@@ -53,6 +64,7 @@ class StepInputs:
     sample_rows: torch.Tensor  # [S]
     sample_positions: torch.Tensor  # [S]
     sampling: tuple[SamplingSpec, ...]
+    lent: LentRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -73,19 +85,26 @@ def build_step_inputs(
 
     Args:
         upload: brings the tensors to `device`; by default each separately.
+
+    Raises ProtocolError for chunks of leases that are not the last ones, or not within a page.
     """
+    num_local = _num_local(chunks)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = np.array([chunk.length for chunk in chunks], np.int64)
     ends = starts + lengths
-    query_indptr = np.concatenate(([0], np.cumsum(lengths)))
-    pages = [_pages(chunk, page_size) for chunk in chunks]
+    query_indptr = _indptr(lengths)
+    pages = [_pages(chunk, page_size) for chunk in chunks[:num_local]]
+    pages += [_lease_page(chunk, page_size) for chunk in chunks[num_local:]]
     page_counts = np.array([len(run) for run in pages], np.int64)
-    page_indptr = np.concatenate(([0], np.cumsum(page_counts)))
+    page_indptr = _indptr(page_counts)
     page_indices = np.concatenate(pages)
+    # Of each chunk the index that a page of position 0 has, or would have.
+    first_pages = page_indptr[:-1].copy()
+    first_pages[num_local:] -= starts[num_local:] // page_size
 
     chunk_of_row = np.repeat(np.arange(len(chunks)), lengths)
     positions = np.arange(query_indptr[-1]) - query_indptr[chunk_of_row] + starts[chunk_of_row]
-    page_of_row = page_indices[page_indptr[chunk_of_row] + positions // page_size]
+    page_of_row = page_indices[first_pages[chunk_of_row] + positions // page_size]
     slots = page_of_row.astype(np.int64) * page_size + positions % page_size
 
     samples = np.array([chunk.samples for chunk in chunks], bool)
@@ -97,27 +116,50 @@ def build_step_inputs(
         token_ids=on_device[0],
         positions=on_device[1],
         slots=on_device[2],
-        layout=PagedLayout(
-            page_size=page_size,
-            num_decodes=_leading_ones(lengths),
-            query_indptr=_int32(query_indptr),
-            page_indptr=_int32(page_indptr),
-            page_indices=_int32(page_indices),
-            last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
-            kv_lengths=_int32(ends),
+        layout=_layout(
+            page_size,
+            lengths[:num_local],
+            query_indptr[: num_local + 1],
+            ends[:num_local],
+            page_counts[:num_local],
+            page_indptr[: num_local + 1],
+            page_indices[: page_indptr[num_local]],
         ),
         sample_rows=on_device[3],
         sample_positions=torch.from_numpy(ends[samples]),
         sampling=tuple(chunk.request.sampling for chunk in chunks if chunk.samples),
+        lent=_lent_rows(chunks, num_local, query_indptr),
+    )
+
+
+def paged_layout(
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    pages: Sequence[npt.NDArray[np.int32]],
+    page_size: int,
+) -> PagedLayout:
+    """The layout of chunks that begin at positions `starts` [C], of `lengths` [C], each with the
+    pages that hold positions 0 to its end."""
+    page_counts = np.array([len(run) for run in pages], np.int64)
+    return _layout(
+        page_size,
+        lengths,
+        _indptr(lengths),
+        starts + lengths,
+        page_counts,
+        _indptr(page_counts),
+        np.concatenate(pages),
     )
 
 
 def written_pages(chunks: Sequence[MirroredChunk], page_size: int) -> list[int]:
-    """The pages that the chunks write to; no two chunks of a step write to the same one."""
+    """The pages that the chunks write to and that later steps read; no two chunks of a step write
+    to the same one."""
     pages: list[int] = []
     for chunk in chunks:
-        end = chunk.start + chunk.length
-        pages += chunk.request.pages[chunk.start // page_size : -(-end // page_size)]
+        if chunk.request.lease is None:
+            end = chunk.start + chunk.length
+            pages += chunk.request.pages[chunk.start // page_size : -(-end // page_size)]
     return pages
 
 
@@ -129,8 +171,56 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def _layout(
+    page_size: int,
+    lengths: np.ndarray,
+    query_indptr: np.ndarray,
+    ends: np.ndarray,
+    page_counts: np.ndarray,
+    page_indptr: np.ndarray,
+    page_indices: np.ndarray,
+) -> PagedLayout:
+    return PagedLayout(
+        page_size=page_size,
+        num_decodes=_leading_ones(lengths),
+        query_indptr=_int32(query_indptr),
+        page_indptr=_int32(page_indptr),
+        page_indices=_int32(page_indices),
+        last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
+        kv_lengths=_int32(ends),
+    )
+
+
+def _num_local(chunks: Sequence[MirroredChunk]) -> int:
+    """The number of chunks before those of leases."""
+    count = len(chunks)
+    while count and chunks[count - 1].request.lease is not None:
+        count -= 1
+    return count
+
+
+def _lent_rows(
+    chunks: Sequence[MirroredChunk], num_local: int, query_indptr: np.ndarray
+) -> LentRows | None:
+    if num_local == len(chunks):
+        return None
+    return LentRows(int(query_indptr[num_local]), chunks[num_local:])
+
+
+def _lease_page(chunk: MirroredChunk, page_size: int) -> np.ndarray:
+    """The page that takes the keys and values of a lease's chunk."""
+    if chunk.start // page_size != (chunk.start + chunk.length - 1) // page_size:
+        raise ProtocolError(
+            f"{chunk.length} rows of a lease from position {chunk.start} on, which are not within "
+            f"a page of {page_size}"
+        )
+    return np.frombuffer(chunk.request.pages, np.int32, 1).copy()
+
+
 def _pages(chunk: MirroredChunk, page_size: int) -> np.ndarray:
     """The pages that hold positions 0 to the chunk's end; a copy, as the request's array grows."""
+    if chunk.request.lease is not None:
+        raise ProtocolError("a chunk of a lease comes before one of a request without")
     count = -(-(chunk.start + chunk.length) // page_size)
     return np.frombuffer(chunk.request.pages, np.int32, count).copy()
 
@@ -143,6 +233,10 @@ def _token_ids(chunk: MirroredChunk) -> np.ndarray:
 def _leading_ones(lengths: np.ndarray) -> int:
     longer = np.flatnonzero(lengths != 1)
     return int(longer[0]) if longer.size else len(lengths)
+
+
+def _indptr(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(counts)))
 
 
 def _int32(values: np.ndarray) -> torch.Tensor:

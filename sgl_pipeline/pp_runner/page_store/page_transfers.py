@@ -1,4 +1,5 @@
-"""The stage's side of the orders in `wire/store_orders.py`, for the thread of the steps.
+"""The stage's side of the orders in `wire/store_orders.py` and `wire/lease_orders.py`, for the
+thread of the steps.
 
 Orders come in between steps, reports go out between steps. A stage without work does not look for
 them: a descriptor wakes it.
@@ -15,6 +16,7 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.kv_store.page_store import ObjectStore
 from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.lent_attention.stage_leases import StageLeases
 from sgl_pipeline.pp_runner.page_store.open_store import StageStores
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
 from sgl_pipeline.pp_runner.page_store.page_source import StoredPages
@@ -30,6 +32,7 @@ from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     page_transfer,
 )
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.lease_orders import LeaseOrder, PagesLent
 from sgl_pipeline.wire.store_orders import (
     OfferOrder,
     PagesLoaded,
@@ -45,14 +48,16 @@ JOIN_TIMEOUT_S = 2.0
 
 
 class PageTransfers:
-    """The transfers of one stage and its offers to peers; at first there is no store and no peer.
+    """The transfers of one stage, and its offers and leases to peers; at first there is no store
+    and no peer.
 
     Args:
         plan: gives that of the newest steps.
-        may_start: whether pages of the plan's layers are all here; until then transfers and offers
-            wait.
+        may_start: whether pages of the plan's layers are all here; until then transfers, offers
+            and leases wait.
         site: where peers reach the stage.
         open_store: for tests, another way to a store than `StageStores`.
+        leases: None: the stage lends nothing.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class PageTransfers:
         may_start: Callable[[], bool],
         site: PeerSite,
         open_store: Callable[[StorePlace, Sequence[int]], ObjectStore] | None = None,
+        leases: StageLeases | None = None,
     ) -> None:
         self._stage, self._kv_pool = stage, kv_pool
         self._plan, self._may_start = plan, may_start
@@ -70,6 +76,7 @@ class PageTransfers:
         self._pages_of = _way_to_pages(kv_pool)
         self._run_directory = site.run_directory
         self._offers = StageOffers(site, kv_pool.page_bytes, self._own_pages)
+        self._leases = leases
         # Of the newest `UseStore`.
         self._use = UseStore(None)
         self._sessions: dict[str, StoreSession] = {}  # by source
@@ -80,8 +87,10 @@ class PageTransfers:
 
     @property
     def is_open(self) -> bool:
-        """True if a transfer was ordered whose report was not taken, or an offer is held back."""
-        return bool(self._unanswered) or self._offers.has_held_back
+        """True if a transfer or a lease was ordered whose report was not taken, or an offer is held
+        back."""
+        is_lending = self._leases is not None and self._leases.is_open
+        return bool(self._unanswered) or self._offers.has_held_back or is_lending
 
     @property
     def descriptor(self) -> int | None:
@@ -101,6 +110,14 @@ class PageTransfers:
         pages = named_pages(title, order.pages, order.hashes, self._kv_pool.num_pages)
         hashes = split_hashes(order.hashes)
         self._offers.hold_back(order.offer, order.digest, dict(zip(hashes, pages, strict=True)))
+        self._start_held()
+
+    def obey_lease(self, order: LeaseOrder) -> None:
+        """Lets peers attend over pages, or not any more. Raises as `StageLeases.obey`, and
+        ProtocolError on a stage that lends nothing."""
+        if self._leases is None:
+            raise ProtocolError("pages are to be lent on a stage that lends none")
+        self._leases.obey(order)
         self._start_held()
 
     def obey(self, order: StoreOrder) -> None:
@@ -124,25 +141,28 @@ class PageTransfers:
         self._held.append(job)
         self._start_held()
 
-    def take_reports(self) -> list[tuple[StoreReport, tuple[int, ...]]]:
+    def take_reports(self) -> list[tuple[StoreReport | PagesLent, tuple[int, ...]]]:
         """The reports to send now, each with the pages that its load has filled. To be called when
         `may_start` may have changed, too."""
         self._start_held()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._news)
-        return [self._answer(self._done.popleft()) for _ in range(len(self._done))]
+        reports: list[tuple[StoreReport | PagesLent, tuple[int, ...]]] = []
+        if self._leases is not None:
+            reports += [(begun, ()) for begun in self._leases.take_reports()]
+        return reports + [self._answer(self._done.popleft()) for _ in range(len(self._done))]
 
     def refuse_open(self, reason: str) -> list[StoreReport]:
-        """Gives up what is under way, and the reports to send on it, and forgets all offers; later
-        orders are obeyed."""
+        """Gives up what is under way, and the reports to send on it, and forgets all offers and
+        leases; later orders are obeyed."""
         sessions, jobs = {**self._sessions}, [*self._unanswered.values()]
         self._end_sessions()
         self._begin_sessions()
         return [sessions[job.source].refusal(job, reason) for job in jobs]
 
     def cancel(self) -> None:
-        """Forgets the store, all peers, transfers and offers: no report comes, and no thread
-        touches the pool from here on but in copies that the next steps come after."""
+        """Forgets the store, all peers, transfers, offers and leases: no report comes, and no
+        thread touches the pool from here on but in copies that the next steps come after."""
         self._use = UseStore(None)
         self._end_sessions()
 
@@ -151,6 +171,8 @@ class PageTransfers:
         sessions = [*self._sessions.values()]
         self.cancel()
         self._offers.close()
+        if self._leases is not None:
+            self._leases.close()
         for session in sessions:
             session.join(JOIN_TIMEOUT_S)
         os.close(self._news)
@@ -185,6 +207,8 @@ class PageTransfers:
 
     def _end_sessions(self) -> None:
         self._offers.forget()
+        if self._leases is not None:
+            self._leases.forget()
         for session in self._sessions.values():
             session.end()
         self._sessions.clear()
@@ -193,13 +217,15 @@ class PageTransfers:
         self._done.clear()
 
     def _start_held(self) -> None:
-        if not (self._held or self._offers.has_held_back) or not self._may_start():
+        if not self.is_open or not self._may_start():
             return
         while self._held:
             job = self._held.popleft()
             self._sessions[job.source].add(job)
         if self._offers.has_held_back:
             self._offers.make()
+        if self._leases is not None:
+            self._leases.begin()
 
     def _take_done(self, report: StoreReport) -> None:
         """Called by the threads of a session that is not over."""

@@ -103,7 +103,7 @@ class PeerPages:
         request = ReadPages(self._place.digest, job.offer, job.hashes, (layers.start, layers.stop))
         with self._lost_if_closed(address):
             stream = self._streams.get(address)
-            if stream is None or not _is_idle(stream):
+            if stream is None or not stream.is_idle():
                 stream = self._streams[address] = self._dial(address)
             stream.send(encode(request))
 
@@ -208,11 +208,3 @@ class PeerPages:
 
     def _text(self, address: str, reason: str) -> str:
         return f"peer {self._place.name} at {address}: {reason}"
-
-
-def _is_idle(stream: FramedStream) -> bool:
-    """True if a stream is open, and nothing has come since its last answer."""
-    try:
-        return stream.receive() is None
-    except StreamClosed:
-        return False

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.links.stream_server import StreamServer
 from sgl_pipeline.pp_runner.page_store.offered_pages import OfferedPages
-from sgl_pipeline.pp_runner.page_store.page_server import PageServer
+from sgl_pipeline.pp_runner.page_store.page_server import Reader, serve_pages
 from sgl_pipeline.pp_runner.page_store.pool_pages import PoolPages
 
 
@@ -37,7 +38,7 @@ class StageOffers:
     ) -> None:
         self._site, self._own_pages = site, own_pages
         self._offered = OfferedPages(sizes)
-        self._server: PageServer | None = None
+        self._server: StreamServer[Reader] | None = None
         self._held_back: dict[int, tuple[str, Mapping[bytes, int]]] = {}
 
     @property
@@ -60,7 +61,7 @@ class StageOffers:
             self._offered.offer(number, digest, pages)
         self._held_back.clear()
         if self._server is None:
-            self._server = PageServer(self._offered, self._site.run_directory, self._site.door)
+            self._server = serve_pages(self._offered, self._site.run_directory, self._site.door)
         self._server.look_again()
 
     def withdraw(self, number: int) -> None:

@@ -83,7 +83,8 @@ def test_limits_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         silence_s=4.5,
         failure_probability=1.0,
     )
-    _, identity, limits = made
+    _, identity, limits, rule = made
+    assert rule is None
     assert limits == RoomLimits(
         bootstrap_timeout_s=1.0,
         waiting_timeout_s=2.0,
@@ -96,4 +97,16 @@ def test_limits_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     request.room = Room(3, "p:1")
     with pytest.raises(RequestError, match="SGLANG_TEST_DISAGG_FAILURE_PROB"):
         end.check(request)
+    end.close()
+
+
+def test_attention_is_offloaded_by_flag() -> None:
+    end = opened(mode="prefill", attention_offload=True)
+    assert end.state().offload.most_lent_pages == 4
+    end.close()
+    end = opened(mode="decode", attention_offload=True, attention_offload_ratio="0.5")
+    assert end.state().offload.bound == 0.5
+    end.close()
+    end = opened(mode="decode")
+    assert end.state().offload is None
     end.close()

@@ -9,7 +9,7 @@ from support.step_records import rooms_state, step_record, tier_state
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick, QueueLine
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
-from sgl_pipeline.pipeline.pipeline_state import PipelineState
+from sgl_pipeline.pipeline.pipeline_state import OffloadState, PipelineState
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 
 # The order in which the page's model.js takes a step and its stages apart.
@@ -118,6 +118,17 @@ def test_rooms_are_told_of_a_server_that_has_a_role() -> None:
         "loaded_pages": 160,
         "failed": [2, 1],
         "computed_here": 1,
+        "offload": None,
+    }
+    offload = OffloadState(requests=2, tokens=60, offloaded=5, ended_early=1)
+    state_with = msgspec.structs.replace(state, rooms=rooms_state(offload=offload))
+    assert told(state_with)["rooms"]["offload"] == {
+        "rooms": 0,
+        "pages": 0,
+        "requests": 2,
+        "tokens": 60,
+        "offloaded": 5,
+        "ended_early": 1,
     }
     before = rooms_state(transferred=0, transfer_s=0.0)
     assert told(msgspec.structs.replace(state, rooms=before))["rooms"]["done_ms"] == 0.0

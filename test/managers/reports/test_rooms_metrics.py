@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from sglang.srt.observability.metrics_collector import SchedulerStats
 
 from sgl_pipeline.managers.reports.rooms_metrics import RoomsMetrics, queue_stats
-from sgl_pipeline.pipeline.pipeline_state import RoomsState
+from sgl_pipeline.pipeline.pipeline_state import OffloadState, RoomsState
 
 ROOMS = RoomsState(
     mode="decode",
@@ -86,7 +86,12 @@ def test_each_room_is_counted_once() -> None:
     assert collector.transfers == [transfer] * 4
     assert collector.waits == [{"bootstrap_ms": 1500.0, "alloc_ms": 250.0}] * 4
 
-    metrics.publish(ROOMS)
+    offload = OffloadState(requests=2, tokens=60, bound=0.5, wait_share=0.25, offloaded=9)
+    metrics.publish(msgspec.structs.replace(ROOMS, offload=offload))
+    shown = {"requests": 2, "tokens": 60, "bound": 0.5, "wait_share": 0.25, "offloaded": 9}
+    for what, number in shown.items():
+        assert value("sgl_pipeline_rooms_offload", what=what) == number
+    assert value("sgl_pipeline_rooms_offload", what="lent_pages") is None
     assert len(collector.transfers) == 4, "nothing is counted twice"
     assert sum(number for _, number in collector.failed) == 3
     metrics.publish(msgspec.structs.replace(ROOMS, transferred=5, computed_here=3))

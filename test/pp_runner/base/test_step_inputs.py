@@ -2,12 +2,14 @@
 
 from array import array
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
-from sgl_pipeline.requests import GREEDY, SamplingSpec
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs, written_pages
+from sgl_pipeline.requests import GREEDY, Lease, SamplingSpec
 from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
 CPU = torch.device("cpu")
@@ -130,3 +132,60 @@ def test_inputs_do_not_change_when_the_request_grows():
     request.pages[0] = 99
     assert inputs.layout.page_indices.tolist() == [5]
     assert inputs.token_ids.tolist() == [0, 1, 2]
+
+
+def leased(start: int, length: int, page: int, seed: int) -> MirroredChunk:
+    request = mirrored_request(start + length, [page], seed)
+    request.lease = Lease("P", 70 + seed)
+    return MirroredChunk(request, start, length, samples=True)
+
+
+@given(steps(), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 15), st.integers(1, 16))))
+def test_rows_of_leases_come_behind_the_others_each_in_its_one_page(step, leases):
+    page_size, chunks = step
+    lent = []
+    for number, (page, offset, length) in enumerate(leases):
+        start = page * page_size + offset % page_size
+        length = min(length, page_size - offset % page_size)
+        lent.append(leased(start, length, 500 + number, 10 + number))
+    inputs, alone = (build_step_inputs(part, page_size, CPU) for part in (chunks + lent, chunks))
+    assert (inputs.lent is None) == (lent == [])
+    num_local = alone.num_tokens
+    for name in ("token_ids", "positions", "slots"):
+        assert torch.equal(getattr(inputs, name)[:num_local], getattr(alone, name))
+    for name in type(alone.layout).__slots__:
+        assert str(getattr(inputs.layout, name)) == str(getattr(alone.layout, name))
+    if inputs.lent is not None:
+        assert (inputs.lent.first_row, list(inputs.lent.chunks)) == (num_local, lent)
+    rows = [
+        (one.request.tokens[position], position, one.request.pages[0], position % page_size)
+        for one in lent
+        for position in range(one.start, one.start + one.length)
+    ]
+    found = zip(inputs.token_ids, inputs.positions, inputs.slots, strict=True)
+    assert [
+        (int(token), int(position), *divmod(int(slot), page_size))
+        for token, position, slot in [*found][num_local:]
+    ] == rows
+    sampled = [
+        num_local + sum(one.length for one in lent[: count + 1]) - 1 for count in range(len(lent))
+    ]
+    num_sampled = len(alone.sampling)
+    assert inputs.sample_rows[num_sampled:].tolist() == sampled
+    assert written_pages(chunks + lent, page_size) == written_pages(chunks, page_size)
+
+
+def test_a_step_may_have_rows_of_leases_only():
+    inputs = build_step_inputs([leased(9, 2, 7, 1)], 4, CPU)
+    assert inputs.layout.num_chunks == inputs.layout.num_decodes == 0
+    assert inputs.layout.query_indptr.tolist() == inputs.layout.page_indptr.tolist() == [0]
+    assert inputs.slots.tolist() == [29, 30]
+    assert inputs.sample_rows.tolist() == [1]
+
+
+def test_chunks_of_leases_that_come_first_or_cross_a_page_break_the_protocol():
+    local = MirroredChunk(mirrored_request(3, [0]), 0, 3, True)
+    with pytest.raises(ProtocolError, match="comes before one of a request without"):
+        build_step_inputs([leased(9, 1, 7, 1), local], 4, CPU)
+    with pytest.raises(ProtocolError, match="2 rows of a lease from position 7 on"):
+        build_step_inputs([local, leased(7, 2, 7, 1)], 4, CPU)

@@ -30,10 +30,11 @@ from support.peers import (
 from sgl_pipeline.cluster.doors import dial, door_path
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.cluster.secure_stream import StreamClosed
-from sgl_pipeline.pp_runner.page_store import offered_pages, page_server, page_transfers
+from sgl_pipeline.pp_runner.links import stream_server
+from sgl_pipeline.pp_runner.page_store import offered_pages, page_transfers
 from sgl_pipeline.pp_runner.page_store.offered_pages import OfferedPages
 from sgl_pipeline.pp_runner.page_store.page_bytes import PageBytes
-from sgl_pipeline.pp_runner.page_store.page_server import PageServer
+from sgl_pipeline.pp_runner.page_store.page_server import serve_pages
 from sgl_pipeline.wire.peer_messages import Answer, PageFrame, ReadPages
 from sgl_pipeline.wire.store_orders import WithdrawPages
 
@@ -128,7 +129,7 @@ def test_bytes_that_are_no_frames_and_a_reader_that_goes_in_the_middle(
     assert_served(hosts, offering)
     server = offering.stages[0]._offers._server
     assert server is not None
-    until(lambda: not server._readers)
+    until(lambda: not server.visitors)
 
 
 def test_a_reader_that_takes_nothing_holds_up_no_other_and_no_withdrawal(
@@ -141,26 +142,26 @@ def test_a_reader_that_takes_nothing_holds_up_no_other_and_no_withdrawal(
         stuck.flush()
     server = offering.stages[0]._offers._server
     assert server is not None
-    until(lambda: any(reader.stream.has_backlog for reader in server._readers.values()))
+    until(lambda: any(reader.stream.has_backlog for reader in server.visitors))
     assert_served(hosts, offering)
     started_s = time.monotonic()
     offering.withdraw(4)
     assert time.monotonic() - started_s < 0.5
     stuck.close()
-    until(lambda: not server._readers)
+    until(lambda: not server.visitors)
 
 
 def test_a_process_that_does_not_shake_hands_is_let_go(
     hosts: Hosts, offering: Offering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_server, "HANDSHAKE_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(page_server, "NOT_YET_INTERVAL_S", 0.05)
+    monkeypatch.setattr(stream_server, "HANDSHAKE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stream_server, "TIMER_INTERVAL_S", 0.05)
     server = offering.stages[0]._offers._server
     assert server is not None
     with dial(hosts.address, "offers-0", hosts.other):
-        until(lambda: len(server._readers) == 1)
+        until(lambda: len(server.visitors) == 1)
         assert_served(hosts, offering)
-        until(lambda: not server._readers)
+        until(lambda: not server.visitors)
 
 
 def test_a_connection_that_is_none_is_let_go(hosts: Hosts, offering: Offering) -> None:
@@ -172,9 +173,9 @@ def test_a_connection_that_is_none_is_let_go(hosts: Hosts, offering: Offering) -
 
 
 def test_a_reader_that_waits_and_goes_is_let_go(hosts: Hosts, offering: Offering) -> None:
-    server = offering.stages[0]._offers._server
+    server, offered = offering.stages[0]._offers._server, offering.stages[0]._offers._offered
     assert server is not None
-    offered, looks = server._offered, list[int]()
+    looks: list[int] = []
     read = offered.read
 
     def look(request: ReadPages, index: int, first: int) -> Answer:
@@ -184,9 +185,9 @@ def test_a_reader_that_waits_and_goes_is_let_go(hosts: Hosts, offering: Offering
     offered.read = look  # type: ignore[method-assign]
     stream = dial_door(hosts, "offers-0")
     stream.send(encoded(offer=5))
-    until(lambda: any(one.waits_since_s is not None for one in server._readers.values()))
+    until(lambda: any(one.waits_since_s is not None for one in server.visitors))
     stream.close()
-    until(lambda: not server._readers)
+    until(lambda: not server.visitors)
     assert len(looks) < 20, "it was looked at all the time"
 
 
@@ -342,9 +343,9 @@ def test_the_thread_uses_every_core_of_the_stage(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        page_server, "use_every_core", lambda: asked.append(threading.current_thread().name)
+        stream_server, "use_every_core", lambda: asked.append(threading.current_thread().name)
     )
-    server = PageServer(OfferedPages((1,)), hosts.directory, "offers-7")
+    server = serve_pages(OfferedPages((1,)), hosts.directory, "offers-7")
     server.close()
     assert asked == ["page server"]
 

@@ -30,6 +30,7 @@ from support.peers import Hosts, Offering, Reading, load_from, offer_order, two_
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.links import stream_server
 from sgl_pipeline.pp_runner.page_store import offered_pages, page_server, peer_pages
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import PeerPlace, UseStore
@@ -137,7 +138,7 @@ def test_loads_take_any_part_of_an_offer_over_the_same_streams(servers: Servers)
         assert_equal(reading, offering, TARGETS[: len(pages)], pages)
     for stage in offering.stages:
         server = stage._offers._server
-        assert server is not None and len(server._readers) == 1
+        assert server is not None and len(server.visitors) == 1
 
 
 def test_a_page_that_is_no_part_of_the_offer_ends_the_load_behind_the_good_prefix(
@@ -246,6 +247,7 @@ def test_a_reader_that_waits_is_told_so_and_refused_in_the_end(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_server, "NOT_YET_INTERVAL_S", 0.02)
+    monkeypatch.setattr(stream_server, "TIMER_INTERVAL_S", 0.02)
     monkeypatch.setattr(page_server, "OFFER_WAIT_S", 0.3)
     monkeypatch.setattr(peer_pages, "SILENCE_S", 0.15)
     offering = servers.offering(WHOLE)
@@ -272,6 +274,7 @@ def test_a_load_that_is_refused_fails_none_behind_it(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_server, "NOT_YET_INTERVAL_S", 0.02)
+    monkeypatch.setattr(stream_server, "TIMER_INTERVAL_S", 0.02)
     offering = servers.offering(WHOLE)
     reading = servers.reading(offering.place, counts=WHOLE)
     offering.offer(5, PAGES, NUMBERS)

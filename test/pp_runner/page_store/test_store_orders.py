@@ -16,6 +16,7 @@ import pytest
 import torch
 import zmq
 from support.clusters import host_directory, until
+from support.lent_pages import lease_order, stage_leases
 from support.local_pipeline import QueueLink, open_stage
 from support.page_transfers import NOWHERE, PLACE, WAIT_S, Gate, MemoryStore, load_order, save_order
 from support.peers import offer_order
@@ -30,7 +31,9 @@ from sgl_pipeline.pp_runner.stage_profile import StageProfile
 from sgl_pipeline.pp_runner.worker_inbox import WorkerInbox
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.attention_messages import attention_door
 from sgl_pipeline.wire.channels import SchedulerChannel, WorkerChannel, WorkerEnd
+from sgl_pipeline.wire.lease_orders import EndLease, PagesLent
 from sgl_pipeline.wire.move_orders import SwitchPlan
 from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
@@ -44,7 +47,14 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderStream, StageOrder
 from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
-from sgl_pipeline.wire.store_orders import PagesLoaded, PagesSaved, UseStore, WithdrawPages
+from sgl_pipeline.wire.store_orders import (
+    PagesLoaded,
+    PagesSaved,
+    PeerPlace,
+    PeerStage,
+    UseStore,
+    WithdrawPages,
+)
 
 PLAN, LAYERS = StagePlan(0, (6,)), 6
 
@@ -86,13 +96,18 @@ class Stage:
         self.rows: deque = deque()
         link = QueueLink(self.rows, deque())
         self.runner = open_stage(tiny_model("llama"), plan, stage, link, num_pages=8)
+        kv_pool = self.runner.held_layers.kv_pool
+        self.leases = stage_leases(
+            kv_pool, self.runner.shapes, site.run_directory, attention_door(site.door)
+        )
         self.transfers = PageTransfers(
             stage,
-            self.runner.held_layers.kv_pool,
+            kv_pool,
             lambda: plan,
             lambda: self.may_start,
             site,
             lambda place, sizes: store,
+            self.leases,
         )
         self.mover: Any = IdleMover(lambda: self.transfers.is_open)
         self.ready = ReadyStage(
@@ -297,11 +312,14 @@ def test_a_page_that_was_loaded_in_time_belongs_to_the_handover() -> None:
     stage.transfers.close()
 
 
-@pytest.mark.parametrize(
+INTERRUPTS = pytest.mark.parametrize(
     "interrupt",
     [SwitchPlan(1, PLAN), Regroup(1, PLAN, ()), FinishHandover(0), UseStore(None)],
     ids=["switch", "regroup", "handover", "another store"],
 )
+
+
+@INTERRUPTS
 def test_offers_are_made_in_the_stream_and_forgotten_where_transfers_are(
     tmp_path: Path, interrupt: SwitchPlan | Regroup | FinishHandover | UseStore
 ) -> None:
@@ -322,6 +340,72 @@ def test_offers_are_made_in_the_stream_and_forgotten_where_transfers_are(
     assert seen == [[True, False], *at_the_mover, [False, False], [True, False]]
     assert channel.sent == []
     stage.transfers.close()
+
+
+@INTERRUPTS
+def test_leases_begin_in_the_stream_with_a_report_and_are_forgotten_where_offers_are(
+    tmp_path: Path, interrupt: SwitchPlan | Regroup | FinishHandover | UseStore
+) -> None:
+    stream, seen = OrderStream(), list[object]()
+    orders = [lease_order(4, [7, 2], 1), lease_order(5, [7, 3], 1), EndLease(5)]
+    first = [stream.seal(order) for order in orders]
+    end = stream.seal(interrupt) if isinstance(interrupt, SwitchPlan | UseStore) else interrupt
+    others = [stream.seal(order) for order in (EndLease(4), lease_order(6, [7, 2], 1))]
+
+    def look() -> None:
+        seen.append([stage.leases._leases.is_lent(number) for number in (4, 5, 6)])
+
+    channel = ScriptedChannel([*first, look, end, look, *others, look, Shutdown()])
+    stage = Stage(channel, MemoryStore(), site=PeerSite(host_directory(tmp_path / "run"), "door"))
+    stage.mover._look = look
+    stage.ready.serve()
+    at_the_mover = [] if isinstance(interrupt, UseStore) else [[False] * 3]
+    assert seen == [[True, False, False], *at_the_mover, [False] * 3, [False, False, True]]
+    assert channel.sent == [PagesLent(2, number) for number in (4, 5, 6)]
+    stage.transfers.close()
+
+
+def test_a_stage_without_work_begins_a_lease_when_pages_have_arrived(tmp_path: Path) -> None:
+    site = PeerSite(host_directory(tmp_path / "run"), "door")
+    with live_stage(tmp_path, MemoryStore(), site=site) as stage:
+        stage.may_start, stage.mover.is_open = False, True  # layers have moved, not all pages
+        stage.order(lease_order(4, [7, 2], 1))
+        until(lambda: stage.leases.is_open)
+        assert not stage.leases._leases.is_lent(4)
+        stage.may_start = True
+        assert stage.next_report() == PagesLent(2, 4)
+        stage.mover.is_open = False
+
+
+def test_leases_are_found_at_the_newest_peers_also_while_no_pages_are_read() -> None:
+    stream, seen = OrderStream(), list[str]()
+    old, new = (
+        PeerPlace(name=name, digest="ukv1-0", stages=(PeerStage("host:1/door", (0, 6)),))
+        for name in "PQ"
+    )
+    orders = [UseStore(None, (old,)), UseStore(None), SwitchPlan(1, PLAN), UseStore(None, (new,))]
+
+    def look() -> None:
+        seen.append("".join(stage.runner.offload._peers))
+
+    looks = [one for order in orders for one in (stream.seal(order), look)]
+    channel = ScriptedChannel([*looks, Shutdown()])
+    stage = Stage(channel, MemoryStore())
+    stage.ready.serve()
+    assert seen == ["P", "P", "P", "Q"]
+    stage.transfers.close()
+
+
+def test_a_lease_on_a_stage_that_lends_nothing_breaks_the_protocol() -> None:
+    stage = Stage(ScriptedChannel([]), MemoryStore())
+    transfers = PageTransfers(
+        0, stage.runner.held_layers.kv_pool, lambda: PLAN, lambda: True, NOWHERE
+    )
+    for order in (lease_order(4, [7, 2], 1), EndLease(4)):
+        with pytest.raises(ProtocolError, match="lends none"):
+            transfers.obey_lease(order)
+    for one in (transfers, stage.transfers):
+        one.close()
 
 
 def test_a_stage_without_work_makes_an_offer_when_pages_have_arrived(tmp_path: Path) -> None:
