@@ -10,16 +10,19 @@ steps. One step, from the arrival of its requests to its tokens:
                       budget = policy(load: waiting tokens, decodes, free pages, steps in flight)
                       chunks = decodes, then running prefills, then new requests, in order,
                                while the budget lasts and their pages fit
+                      give the decodes drafts, if there are only decodes and it costs them little
                       while chunks are empty, no step is in flight and several requests run:
                                retract the last of them, decide again
                       return chunks, released pages, and pages to compute again, as a Microbatch
     on_result:        for each chunk of the oldest step:
                                make a prefill's pages matchable; after its last chunk, and for a
-                               decode, append the token and apply the stop rules: the request
-                               ends and releases its pages, or is ready for its next decode
+                               decode, append the token, with drafts every right one, and apply
+                               the stop rules: the request ends and releases its pages, or is
+                               ready for its next decode
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import RequestError
@@ -29,6 +32,8 @@ from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
+from sgl_pipeline.scheduling.drafts import Drafts
+from sgl_pipeline.scheduling.drawn_tokens import take_drawn
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
 from sgl_pipeline.scheduling.kept_pages import KeptPages
 from sgl_pipeline.scheduling.kv_tier import KvTier
@@ -47,7 +52,6 @@ from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
-from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget, limit_decodes
@@ -61,7 +65,7 @@ class StepScheduler:
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
     `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store,
-    `kept_pages` keeps them for others.
+    `kept_pages` keeps them for others. `drafts` guesses tokens.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -107,6 +111,7 @@ class StepScheduler:
             self.tier.on_hit,
             self.tier.held,
         )
+        self.drafts = Drafts(args.draft_tokens, self._pages, self._running)
         self._explainer = RequestExplainer(
             args, self._waiting, self._running, self._pages, self.tier
         )
@@ -218,7 +223,8 @@ class StepScheduler:
         self._admission.make_room_for_head()
         load = self.load(self._accounting)
         budget = self._policy(load)
-        return load, budget, self._admission.fill(budget)
+        chunks = self._admission.fill(budget)
+        return load, budget, self.drafts.extend(chunks, load, budget)
 
     def on_result(
         self,
@@ -231,9 +237,10 @@ class StepScheduler:
 
         Args:
             step_id: the step.
-            token_ids: the last stage's tokens, one for each chunk that samples, in chunk order.
+            token_ids: the last stage's tokens, `Chunk.num_samples` of each chunk in order.
             now_s: the caller's clock in seconds.
-            logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
+            logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order,
+                taken apart where there are drafts (`Chunk.apart`).
 
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
         wrong.
@@ -242,21 +249,21 @@ class StepScheduler:
         drawn, rows = iter(token_ids), iter(logprobs)
         events = []
         for chunk in microbatch.chunks:
-            new_ids = (next(drawn),) if chunk.samples else ()
+            event = self._book(chunk, tuple(islice(drawn, chunk.num_samples)), now_s)
             if chunk.request.logprobs is not None:
-                keep_logprobs(chunk, next(rows))
-            event = self._book(chunk, new_ids, now_s)
+                runs = list(islice(rows, 1 + len(chunk.draft_ids)))
+                keep_logprobs(chunk, runs[: len(event.token_ids) or 1] if event else runs[:1])
             if event is not None:
                 events.append(event)
         self.pausing.retract_if_asked()
         return events
 
-    def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
-        """The commit fence: the pages that `chunk` wrote are now on every stage, and its token is
+    def _book(self, chunk: Chunk, drawn_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
+        """The commit fence: the pages that `chunk` wrote are now on every stage, and its tokens are
         known."""
         request = chunk.request
         request.steps_in_flight -= 1
-        request.num_computed = chunk.end
+        request.num_computed = chunk.end - len(chunk.draft_ids)
         if request.state is RequestState.FINISHED:
             if request.steps_in_flight == 0:
                 self._pages.release(request)
@@ -268,10 +275,10 @@ class StepScheduler:
             self._pages.end_prefill(request)
         if request.first_token_s is None:
             request.first_token_s = now_s
-        if request.stops.max_new_tokens == 0:
-            new_ids = ()
-        request.output_ids += new_ids
-        finish = finish_reason(request)
+        new_ids, finish = take_drawn(chunk, drawn_ids)
+        if chunk.draft_ids:
+            self.drafts.took(chunk, len(new_ids))
+            request.num_scheduled = request.num_computed = chunk.start + len(new_ids)
         if finish is None:
             self._running.make_ready(request)
         else:
@@ -285,6 +292,7 @@ class StepScheduler:
         del self._requests[request.request_id]
         self._ages.ended(request)
         self._running.drop(request)
+        self.drafts.forget(request)
         end = None
         if was_running and request.steps_in_flight == 0:
             end = self._pages.release(request)
