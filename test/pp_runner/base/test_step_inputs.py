@@ -66,8 +66,8 @@ def test_inputs_equal_a_walk_over_single_tokens(step):
         assert layout.last_page_lengths[index] == rows[-1][1] % page_size + 1
         assert layout.kv_lengths[index] == rows[-1][1] + 1
         if chunk.samples:
-            for row in range(len(rows) - 1 - len(chunk.draft_ids), len(rows)):
-                sampled.append((row, rows[row][1] + 1, chunk.request.sampling))
+            last_rows = range(len(rows) - 1 - len(chunk.draft_ids), len(rows))
+            sampled += [(row, rows[row][1] + 1, chunk.request.sampling) for row in last_rows]
 
     assert (
         list(zip(*map(_list, (inputs.token_ids, inputs.positions, inputs.slots)), strict=True))
