@@ -106,7 +106,12 @@ class Microbatch:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decodes
+        beside_decodes = self.num_tokens - self.num_decodes
+        return beside_decodes - self.num_draft_tokens if beside_decodes else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(len(chunk.draft_ids) for chunk in self.chunks)
 
     @property
     def num_replay_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from support.microbatches import BUDGET, LOAD
-from support.pipelines import make_request, new_scheduler
+from support.pipelines import FakePipeline, make_request, new_scheduler, output_when_alone
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Chunk, Microbatch
@@ -68,6 +68,21 @@ def test_right_drafts_become_output_at_once() -> None:
     assert request.num_computed == request.num_scheduled == request.num_tokens - 1
     drafts = scheduler.drafts
     assert (drafts.num_steps, drafts.num_drafted, drafts.num_accepted) == (1, 3, 2)
+
+
+def test_the_pipeline_counts_drafts() -> None:
+    pipeline = FakePipeline(scheduler_of(num_pages=99), page_size=4)
+    for number in range(3):
+        pipeline.scheduler.add(loop_request(str(number), max_new_tokens=80))
+    pipeline.drain()
+    state, drafts = pipeline.core.state(0.0), pipeline.scheduler.drafts
+    assert 0 < state.accepted_draft_tokens == drafts.num_accepted
+    assert state.draft_accept_rate == drafts.num_accepted / drafts.num_drafted
+    assert state.draft_accept_length == 1.0 + drafts.num_accepted / drafts.num_steps
+    # The prompts' steps draw the first tokens.
+    num_drawn = 3 * len(output_when_alone(loop_request(max_new_tokens=80)))
+    assert num_drawn - 3 <= state.decoded_tokens <= num_drawn
+    assert state.prefill_tokens + state.cached_tokens == 3 * len(LOOP)
 
 
 def test_drafts_end_before_the_request_must() -> None:
