@@ -11,19 +11,29 @@ outputs that end in one stands beside each kind.
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmark.speculation.prompts import KINDS
-from benchmark.speculation.replay import Answer, drafted_steps, speed_up, tokens_per_step
+from benchmark.speculation.replay import (
+    Answer,
+    Budget,
+    budget_of_one,
+    drafted_steps,
+    speed_up,
+    tokens_per_step,
+)
 from benchmark.support.command import Command, Options, Report, at_least_one, say
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.measured_models import NAMES, measured_model
 from benchmark.support.paths import BUILD
 from sgl_pipeline.scheduling.ngram_drafts import NgramRange
+from sgl_pipeline.step_work import StepWork
 
 # ms a layer of the 0.27b preset on two cores; with three and four rows no less than with two.
 ROW_TIMES = "1:1.14,2:1.20,3:1.20,4:1.20,5:1.36,8:1.38,12:1.92,16:2.35"
@@ -52,13 +62,18 @@ def _measure(options: Options) -> Report:
         for lengths in LENGTHS
     ]
     kinds = [[kind, *_counts(of_kind)] for kind, of_kind in answers.items()]
-    note = "Each cell: tokens a step / predicted speed-up."
+    note = (
+        "Each cell: tokens a step / predicted speed-up. By budget: as many drafts as the server "
+        "gives a lone request whose steps take these times."
+    )
     return Report(
         name="draft_acceptance",
         texts=[
             markdown_table(("kind", *_COUNTED), kinds),
             note,
-            markdown_table(("kind", "n", *(f"k = {count}" for count in NUM_DRAFTS)), rows),
+            markdown_table(
+                ("kind", "n", *(f"k = {count}" for count in NUM_DRAFTS), "by budget"), rows
+            ),
         ],
         facts={"Steps": {"relative time by rows": options.row_times}},
     )
@@ -71,6 +86,16 @@ def relative_times(text: str) -> dict[int, float]:
     known_times = [float(time) for _, time in pairs]
     times = np.interp(range(1, known_rows[-1] + 1), known_rows, known_times)
     return {rows: float(time / times[0]) for rows, time in enumerate(times, start=1)}
+
+
+@dataclass(frozen=True, slots=True)
+class RowTimes:
+    """`StepTimes` by rows alone; infinite beyond those in `times`."""
+
+    times: Mapping[int, float]
+
+    def step_ms(self, work: StepWork) -> float:
+        return self.times.get(work.tokens, math.inf)
 
 
 def ends_in_loop(output_ids: Sequence[int]) -> bool:
@@ -96,8 +121,9 @@ def _counts(answers: Sequence[Answer]) -> list[str]:
 def _cells(
     lengths: NgramRange, answers: Sequence[Answer], times: Mapping[int, float]
 ) -> Iterator[str]:
-    for count in NUM_DRAFTS:
-        steps = [step for answer in answers for step in drafted_steps(answer, lengths, count)]
+    budgets: list[Budget] = [lambda _, count=count: count for count in NUM_DRAFTS]
+    for budget in [*budgets, budget_of_one(RowTimes(times), max(times) - 1)]:
+        steps = [step for answer in answers for step in drafted_steps(answer, lengths, budget)]
         yield f"{tokens_per_step(steps):.2f} / {speed_up(steps, times):.2f}"
 
 

@@ -4,12 +4,14 @@ A token is a function of its request, so an output is the same with drafts, and 
 where it is the output's.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from sgl_pipeline.requests import GREEDY, Request, StopRules
 from sgl_pipeline.scheduling.ngram_drafts import NgramIndex, NgramRange
+from sgl_pipeline.step_work import StepTimes, StepWork
+from sgl_pipeline.throttle.draft_budget import Acceptance, draft_budget
 
 _CAPACITY = 1 << 20
 
@@ -30,17 +32,31 @@ class DraftedStep:
     accepted: int
 
 
-def drafted_steps(answer: Answer, lengths: NgramRange, num_drafts: int) -> Iterator[DraftedStep]:
+# Given the acceptance so far, the number of draft tokens of the next step.
+Budget = Callable[[Acceptance], int]
+
+
+def budget_of_one(times: StepTimes, most_each: int) -> Budget:
+    """The budget of a request that decodes alone."""
+    work = StepWork(1, 1, 1, 0, 1)
+    return lambda acceptance: draft_budget(
+        times, work, [acceptance.chance], most_each, is_alone=True
+    )[0]
+
+
+def drafted_steps(answer: Answer, lengths: NgramRange, budget: Budget) -> Iterator[DraftedStep]:
     """The steps of the answer's output after its first token, which the prompt's step draws."""
     stops = StopRules(max_new_tokens=len(answer.output_ids))
     request = Request("replay", [*answer.prompt_ids], GREEDY, stops)
     index = NgramIndex(request, lengths, _CAPACITY)
+    acceptance = Acceptance()
     request.output_ids.append(answer.output_ids[0])
     while left := answer.output_ids[len(request.output_ids) :]:
         # The step's own token comes behind the drafts.
-        draft = index.draft(min(num_drafts, len(left) - 1))
+        draft = index.draft(min(budget(acceptance), len(left) - 1))
         accepted = num_equal(draft, left)
         request.output_ids += left[: accepted + 1]
+        acceptance = acceptance.after(len(draft), accepted)
         yield DraftedStep(len(draft), accepted)
 
 

@@ -1,7 +1,7 @@
 """Adds draft tokens to the decodes of a step, where its time and its pages allow.
 
-A draft delays and displaces nobody: a step with prompts has none, and pages for drafts are free
-ones that no running request is about to need.
+A draft delays and displaces no other request: a step with prompts has none, and pages for drafts
+are free ones that no running request is about to need.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ CAPACITY = 8192
 
 @dataclass(slots=True)
 class _Drafter:
-    """What is known of one request."""
+    """The index of one request, and how often its drafts were right."""
 
     index: NgramIndex
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -50,7 +50,8 @@ class Drafts:
         if not all(chunk.is_decode for chunk in chunks):
             return chunks
         work = work_of(chunks)
-        least = least_chance(load.step_times, work)
+        is_alone = load.running_decodes == 1
+        least = least_chance(load.step_times, work, is_alone=is_alone)
         if least > 1.0:
             return chunks
         drafts = [self._draft(chunk.request, least) for chunk in chunks]
@@ -58,7 +59,7 @@ class Drafts:
             self._drafters[chunk.request].acceptance.chance if draft else 0.0
             for chunk, draft in zip(chunks, drafts, strict=True)
         ]
-        counts = draft_budget(load.step_times, work, chances, self._most_each)
+        counts = draft_budget(load.step_times, work, chances, self._most_each, is_alone=is_alone)
         extended = [
             self._with_draft(chunk, draft[:count])
             for chunk, draft, count in zip(chunks, drafts, counts, strict=True)

@@ -7,14 +7,17 @@ the weights, and cost as much as any other row where many requests decode: then 
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.step_work import StepTimes, StepWork
 
-# A step may take this much longer for its drafts, since all of its requests wait for it.
+# A step may take this much longer for its drafts where other requests wait for it.
 MOST_EXTRA_TIME = 0.1
+# A decision looks at so many.
+MOST_ROWS = 16
 # Drafts must gain this many times what they cost: a forecast errs, and looking them up takes time.
 LEAST_GAIN = 2.0
 # Rows of a step while its time cannot be predicted. On CPUs four take at most 6 % more than one.
@@ -50,54 +53,77 @@ def may_draft(load: PipelineLoad, budget: TokenBudget) -> bool:
     return not load.waiting_tokens and not load.loading_tokens and budget.bound_by != "pause"
 
 
-def least_chance(times: StepTimes | None, work: StepWork) -> float:
+def least_chance(times: StepTimes | None, work: StepWork, *, is_alone: bool) -> float:
     """The chance from which on one draft token is worth its row in the step `work`, which has only
-    decodes; infinite where none is."""
+    decodes; infinite where none is. `is_alone` as for `draft_budget`."""
     if times is None:
         return 0.0 if work.decodes < ROWS_UNTIMED else math.inf
     step_ms = times.step_ms(work)
     extra_ms = times.step_ms(_with_drafts(work, 1)) - step_ms
-    if extra_ms > MOST_EXTRA_TIME * step_ms:
+    if extra_ms > MOST_EXTRA_TIME * step_ms and not is_alone:
         return math.inf
     return LEAST_GAIN * work.decodes * extra_ms / step_ms
 
 
 def draft_budget(
-    times: StepTimes | None, work: StepWork, chances: Sequence[float], most_each: int
+    times: StepTimes | None,
+    work: StepWork,
+    chances: Sequence[float],
+    most_each: int,
+    *,
+    is_alone: bool,
 ) -> tuple[int, ...]:
     """The number of draft tokens of each decode of the step `work`, which has only decodes.
 
-    The next row goes where it is most likely to be right, as long as the step gets no longer than
-    it may, and as the tokens that are expected of it grow by LEAST_GAIN times what its time does.
+    Rows go where they are most likely to be right, and there are as many as give the most tokens in
+    a time, if those gain enough.
 
     Args:
         chances: that a draft token of the decode is right; 0.0: it has no draft.
         most_each: of one decode.
+        is_alone: no other request runs, so that a longer step delays no other.
     """
+    places = list(islice(_likeliest_first(chances, most_each), MOST_ROWS))
+    if times is None:
+        num_rows = min(len(places), max(0, ROWS_UNTIMED - work.decodes))
+    else:
+        num_rows = _best_num_rows(times, work, [chance for chance, _ in places], is_alone)
     counts = [0] * len(chances)
-    first_ms = step_ms = 1.0 if times is None else times.step_ms(work)
-    num_rows, expected_tokens = 0, float(work.decodes)
-    heap = [(-chance, index) for index, chance in enumerate(chances) if chance > 0.0]
+    for _, index in places[:num_rows]:
+        counts[index] += 1
+    return tuple(counts)
+
+
+def _likeliest_first(chances: Sequence[float], most_each: int) -> Iterator[tuple[float, int]]:
+    """The chance that a draft token is right, those before it included, and its decode."""
+    heap = [(-chance, index, 1) for index, chance in enumerate(chances) if chance > 0.0]
     heapq.heapify(heap)
     while heap:
-        chance, index = -heap[0][0], heap[0][1]
-        if times is None:
-            if work.decodes + num_rows == ROWS_UNTIMED:
-                break
-        else:
-            longer_ms = times.step_ms(_with_drafts(work, num_rows + 1))
-            loss = LEAST_GAIN * expected_tokens * (longer_ms - step_ms)
-            if longer_ms > (1.0 + MOST_EXTRA_TIME) * first_ms or chance * step_ms < loss:
-                break
-            step_ms = longer_ms
-        num_rows += 1
-        expected_tokens += chance
-        counts[index] += 1
-        if counts[index] < most_each:
-            heapq.heapreplace(heap, (-chance * chances[index], index))
+        chance, index, place = heap[0]
+        yield -chance, index
+        if place < most_each:
+            heapq.heapreplace(heap, (chance * chances[index], index, place + 1))
         else:
             heapq.heappop(heap)
-    return tuple(counts)
+
+
+def _best_num_rows(
+    times: StepTimes, work: StepWork, chances: Sequence[float], is_alone: bool
+) -> int:
+    """The number of the draft tokens with `chances` that gives the most tokens in a time."""
+    first_ms, expected_tokens = times.step_ms(work), float(work.decodes)
+    most_ms = math.inf if is_alone else (1.0 + MOST_EXTRA_TIME) * first_ms
+    best_num_rows, best_rate = 0, expected_tokens / first_ms
+    for num_rows, chance in enumerate(chances, start=1):
+        step_ms = times.step_ms(_with_drafts(work, num_rows))
+        if step_ms > most_ms:
+            break
+        expected_tokens += chance
+        gain = expected_tokens / work.decodes - 1.0
+        pays = gain >= LEAST_GAIN * (step_ms / first_ms - 1.0)
+        if pays and expected_tokens / step_ms > best_rate:
+            best_num_rows, best_rate = num_rows, expected_tokens / step_ms
+    return best_num_rows
 
 
 def _with_drafts(work: StepWork, num_rows: int) -> StepWork:

@@ -1,30 +1,34 @@
 """A replay counts what a pipeline with drafts would have done."""
 
+from functools import partial
+
 import pytest
 
-from benchmark.speculation.draft_acceptance import ends_in_loop, relative_times
+from benchmark.speculation.draft_acceptance import RowTimes, ends_in_loop, relative_times
 from benchmark.speculation.prompts import KINDS
 from benchmark.speculation.replay import (
     Answer,
     DraftedStep,
+    budget_of_one,
     drafted_steps,
     num_equal,
     speed_up,
     tokens_per_step,
 )
 from sgl_pipeline.scheduling.ngram_drafts import NgramRange
+from sgl_pipeline.throttle.draft_budget import Acceptance
 
 
 def test_copied_output_takes_one_step_for_each_draft() -> None:
     answer = Answer([1, 2, 3, 4, 5, 6, 7, 8, 9, 1], [2, 3, 4, 5, 6, 7, 8, 9])
-    steps = list(drafted_steps(answer, NgramRange(1, 2), 3))
+    steps = list(drafted_steps(answer, NgramRange(1, 2), lambda _: 3))
     # Three drafts and a token, then the three that are left, of which the last is no draft.
     assert steps == [DraftedStep(3, 3), DraftedStep(2, 2)]
     assert tokens_per_step(steps) == 3.5
 
 
 def test_new_tokens_are_not_drafted() -> None:
-    steps = list(drafted_steps(Answer([1, 2, 3], [4, 5, 6, 7]), NgramRange(1, 3), 4))
+    steps = list(drafted_steps(Answer([1, 2, 3], [4, 5, 6, 7]), NgramRange(1, 3), lambda _: 4))
     assert steps == [DraftedStep(0, 0)] * 3
     assert speed_up(steps, {1: 1.0}) == 1.0
 
@@ -32,8 +36,17 @@ def test_new_tokens_are_not_drafted() -> None:
 def test_steps_give_the_whole_output() -> None:
     output_ids = [1, 2, 1, 2, 1, 3, 1, 2, 1, 2, 9]
     for num_drafts in range(6):
-        steps = drafted_steps(Answer([5, 1], output_ids), NgramRange(1, 2), num_drafts)
+        budget = partial(lambda count, _: count, num_drafts)
+        steps = drafted_steps(Answer([5, 1], output_ids), NgramRange(1, 2), budget)
         assert sum(1 + step.accepted for step in steps) == len(output_ids) - 1
+
+
+def test_the_budget_follows_acceptance_and_times() -> None:
+    budget = budget_of_one(RowTimes(relative_times("1:10,2:10.2,3:10.4,4:10.6,5:20")), 9)
+    right, wrong = Acceptance(), Acceptance()
+    for _ in range(40):
+        right, wrong = right.after(3, 3), wrong.after(3, 0)
+    assert (budget(right), budget(wrong)) == (3, 1)
 
 
 def test_longer_steps_cost_what_their_rows_cost() -> None:
