@@ -141,12 +141,13 @@ def work_of(chunks: Sequence[Chunk]) -> StepWork:
     for chunk in chunks:
         length = chunk.length
         tokens += length
-        samples += chunk.num_samples
+        samples += chunk.samples
         if chunk.is_decode:
             decodes += 1
             by_decodes += chunk.start + 1
             # Drafts read the same keys as the row before them.
             if length > 1:
+                samples += length - 1
                 by_prefill += attended_tokens(chunk.start + 1, chunk.end)
         else:
             by_prefill += length * (2 * chunk.start + length + 1) // 2

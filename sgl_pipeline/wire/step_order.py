@@ -251,8 +251,7 @@ class RequestMirror:
         request = self._requests[chunk.handle]
         request.tokens.frombytes(chunk.new_tokens)
         request.pages.frombytes(chunk.new_pages)
-        drafts = array(INT32)
-        drafts.frombytes(chunk.draft_tokens)
+        drafts = chunk.draft_tokens and memoryview(chunk.draft_tokens).cast(INT32)
         return MirroredChunk(
             request, chunk.start, chunk.length, chunk.samples, chunk.token_mask, tuple(drafts)
         )
