@@ -21,8 +21,9 @@ class Chunk(msgspec.Struct, frozen=True):
     """`length` tokens of `request` from position `start`, computed in one step.
 
     `samples` is true when the chunk ends at the request's last known token, so that the last stage
-    draws the next one from it. `draft_ids` are guesses at the tokens after that one, and the last
-    of the `length` tokens: the last stage draws a token after each of them too.
+    draws the next one from it. `draft_ids`, which only decodes have, are guesses at the tokens
+    after that one, and the last of the `length` tokens: the last stage draws a token after each of
+    them too.
 
     A Struct because there is one for each decode of each step: a frozen dataclass takes twelve
     times as long to make.
