@@ -22,9 +22,9 @@ import numpy as np
 from benchmark.speculation.prompts import KINDS
 from benchmark.speculation.replay import (
     Answer,
-    Budget,
     budget_of_one,
     drafted_steps,
+    fixed_budget,
     speed_up,
     tokens_per_step,
 )
@@ -121,8 +121,7 @@ def _counts(answers: Sequence[Answer]) -> list[str]:
 def _cells(
     lengths: NgramRange, answers: Sequence[Answer], times: Mapping[int, float]
 ) -> Iterator[str]:
-    budgets: list[Budget] = [lambda _, count=count: count for count in NUM_DRAFTS]
-    for budget in [*budgets, budget_of_one(RowTimes(times), max(times) - 1)]:
+    for budget in [*map(fixed_budget, NUM_DRAFTS), budget_of_one(RowTimes(times), max(times) - 1)]:
         steps = [step for answer in answers for step in drafted_steps(answer, lengths, budget)]
         yield f"{tokens_per_step(steps):.2f} / {speed_up(steps, times):.2f}"
 

@@ -36,6 +36,11 @@ class DraftedStep:
 Budget = Callable[[Acceptance], int]
 
 
+def fixed_budget(num_drafts: int) -> Budget:
+    """The same number in every step."""
+    return lambda acceptance: num_drafts
+
+
 def budget_of_one(times: StepTimes, most_each: int) -> Budget:
     """The budget of a request that decodes alone."""
     work = StepWork(1, 1, 1, 0, 1)

@@ -251,7 +251,7 @@ class RequestMirror:
         request = self._requests[chunk.handle]
         request.tokens.frombytes(chunk.new_tokens)
         request.pages.frombytes(chunk.new_pages)
-        drafts = chunk.draft_tokens and memoryview(chunk.draft_tokens).cast(INT32)
+        drafts = tuple(array(INT32, chunk.draft_tokens)) if chunk.draft_tokens else ()
         return MirroredChunk(
-            request, chunk.start, chunk.length, chunk.samples, chunk.token_mask, tuple(drafts)
+            request, chunk.start, chunk.length, chunk.samples, chunk.token_mask, drafts
         )

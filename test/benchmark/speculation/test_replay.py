@@ -1,7 +1,5 @@
 """A replay counts what a pipeline with drafts would have done."""
 
-from functools import partial
-
 import pytest
 
 from benchmark.speculation.draft_acceptance import RowTimes, ends_in_loop, relative_times
@@ -11,6 +9,7 @@ from benchmark.speculation.replay import (
     DraftedStep,
     budget_of_one,
     drafted_steps,
+    fixed_budget,
     num_equal,
     speed_up,
     tokens_per_step,
@@ -21,14 +20,14 @@ from sgl_pipeline.throttle.draft_budget import Acceptance
 
 def test_copied_output_takes_one_step_for_each_draft() -> None:
     answer = Answer([1, 2, 3, 4, 5, 6, 7, 8, 9, 1], [2, 3, 4, 5, 6, 7, 8, 9])
-    steps = list(drafted_steps(answer, NgramRange(1, 2), lambda _: 3))
+    steps = list(drafted_steps(answer, NgramRange(1, 2), fixed_budget(3)))
     # Three drafts and a token, then the three that are left, of which the last is no draft.
     assert steps == [DraftedStep(3, 3), DraftedStep(2, 2)]
     assert tokens_per_step(steps) == 3.5
 
 
 def test_new_tokens_are_not_drafted() -> None:
-    steps = list(drafted_steps(Answer([1, 2, 3], [4, 5, 6, 7]), NgramRange(1, 3), lambda _: 4))
+    steps = list(drafted_steps(Answer([1, 2, 3], [4, 5, 6, 7]), NgramRange(1, 3), fixed_budget(4)))
     assert steps == [DraftedStep(0, 0)] * 3
     assert speed_up(steps, {1: 1.0}) == 1.0
 
@@ -36,7 +35,7 @@ def test_new_tokens_are_not_drafted() -> None:
 def test_steps_give_the_whole_output() -> None:
     output_ids = [1, 2, 1, 2, 1, 3, 1, 2, 1, 2, 9]
     for num_drafts in range(6):
-        budget = partial(lambda count, _: count, num_drafts)
+        budget = fixed_budget(num_drafts)
         steps = drafted_steps(Answer([5, 1], output_ids), NgramRange(1, 2), budget)
         assert sum(1 + step.accepted for step in steps) == len(output_ids) - 1
 
