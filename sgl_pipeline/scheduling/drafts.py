@@ -43,8 +43,8 @@ class Drafts:
         self._drafters: dict[Request, _Drafter] = {}
 
     def extend(self, chunks: list[Chunk], load: PipelineLoad, budget: TokenBudget) -> list[Chunk]:
-        """The step of `chunks` with drafts, those that have one behind the others: kernels take
-        rows by themselves first."""
+        """The step of `chunks` with drafts. Those that have one come behind the others, because the
+        kernels of decodes take the leading chunks of one row."""
         if not self._most_each or not chunks or not may_draft(load, budget):
             return chunks
         if not all(chunk.is_decode for chunk in chunks):
