@@ -4,6 +4,7 @@ A Microbatch is kept until the step's result comes back. Frozen: the state of a 
 not on the request.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,8 +21,12 @@ class Chunk(msgspec.Struct, frozen=True):
     """`length` tokens of `request` from position `start`, computed in one step.
 
     `samples` is true when the chunk ends at the request's last known token, so that the last stage
-    draws the next one from it. A Struct because there is one for each decode of each step: a frozen
-    dataclass takes twelve times as long to make.
+    draws the next one from it. `draft_ids`, which only decodes have, are guesses at the tokens
+    after that one, and the last of the `length` tokens: the last stage draws a token after each of
+    them too.
+
+    A Struct because there is one for each decode of each step: a frozen dataclass takes twelve
+    times as long to make.
     """
 
     request: Request
@@ -29,10 +34,28 @@ class Chunk(msgspec.Struct, frozen=True):
     length: int
     is_decode: bool
     samples: bool
+    draft_ids: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @property
+    def num_samples(self) -> int:
+        """Number of tokens that are drawn from it."""
+        return self.samples + len(self.draft_ids)
+
+    def apart(self) -> tuple["Chunk", ...]:
+        """The same rows as chunks without drafts, each with one sampled row at most."""
+        if not self.draft_ids:
+            return (self,)
+        known_end = self.end - len(self.draft_ids)
+        starts = [self.start, *range(known_end, self.end)]
+        ends = [known_end, *range(known_end + 1, self.end + 1)]
+        return tuple(
+            Chunk(self.request, start, end - start, self.is_decode, self.samples)
+            for start, end in zip(starts, ends, strict=True)
+        )
 
     @property
     def attended_tokens(self) -> int:
@@ -72,7 +95,7 @@ class Microbatch:
     work: StepWork = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "work", _work_of(self.chunks))
+        object.__setattr__(self, "work", work_of(self.chunks))
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +107,12 @@ class Microbatch:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return self.num_tokens - self.num_decodes
+        beside_decodes = self.num_tokens - self.num_decodes
+        return beside_decodes - self.num_draft_tokens if beside_decodes else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(len(chunk.draft_ids) for chunk in self.chunks)
 
     @property
     def num_replay_tokens(self) -> int:
@@ -96,15 +124,19 @@ class Microbatch:
         return self.work.samples
 
     @property
-    def num_logprob_chunks(self) -> int:
-        return sum(chunk.request.logprobs is not None for chunk in self.chunks)
+    def num_logprob_runs(self) -> int:
+        """Number of `LogprobRows` that the last stage gives."""
+        return sum(
+            1 + len(chunk.draft_ids) for chunk in self.chunks if chunk.request.logprobs is not None
+        )
 
     @property
     def attended_tokens(self) -> int:
         return self.work.decode_attended_tokens + self.work.prefill_attended_tokens
 
 
-def _work_of(chunks: tuple[Chunk, ...]) -> StepWork:
+def work_of(chunks: Sequence[Chunk]) -> StepWork:
+    """The work of a step with `chunks`."""
     # One pass, written out: five sums with a call for each decode take three times as long.
     tokens = decodes = by_decodes = by_prefill = samples = 0
     for chunk in chunks:
@@ -115,7 +147,11 @@ def _work_of(chunks: tuple[Chunk, ...]) -> StepWork:
             decodes += chunk.is_decode
         elif chunk.is_decode:
             decodes += 1
-            by_decodes += chunk.start + length
+            by_decodes += chunk.start + 1
+            # Drafts read the same keys as the row before them.
+            if length > 1:
+                samples += length - 1
+                by_prefill += attended_tokens(chunk.start + 1, chunk.end)
         else:
             by_prefill += length * (2 * chunk.start + length + 1) // 2
     return StepWork(tokens, decodes, by_decodes, by_prefill, samples)

@@ -43,6 +43,8 @@ class SchedulingArgs:
     preemption_threshold: int | None = upstream_flag(
         None, "--priority-scheduling-preemption-threshold", check=require_not_negative
     )
+    # Most draft tokens of a decode, which its step checks; 0: none.
+    draft_tokens: int = without_flag(0, "--speculative-num-draft-tokens, less one")
     # Seconds after which a request is ended, counted while it waits and since it first ran.
     waiting_timeout_s: float | None = without_flag(None, "SGLANG_REQ_WAITING_TIMEOUT sets it")
     running_timeout_s: float | None = without_flag(None, "SGLANG_REQ_RUNNING_TIMEOUT sets it")

@@ -41,9 +41,8 @@ class StepHistory:
 
     def scheduled(self, microbatch: Microbatch) -> None:
         """Counts a step that was decided."""
-        decodes = microbatch.num_decodes
-        self.decodes += decodes
-        self.prefill_tokens += microbatch.num_tokens - decodes
+        self.decodes += microbatch.num_decodes
+        self.prefill_tokens += microbatch.num_prefill_tokens
 
     def add(self, record: StepRecord) -> None:
         """Keeps a step that all stages have reported."""

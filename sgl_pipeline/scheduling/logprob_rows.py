@@ -3,7 +3,7 @@
 The rows are bytes, which are not decoded here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk
@@ -16,26 +16,31 @@ def check_logprobs(chunks: Iterable[Chunk], logprobs: Iterable[LogprobRows]) -> 
     """Raises ProtocolError if a chunk has a wrong number or length of rows.
 
     Args:
-        logprobs: of each chunk whose request wants any.
+        logprobs: of each chunk whose request wants any, taken apart (`Chunk.apart`).
     """
     rows_of = iter(logprobs)
     for chunk in chunks:
-        spec = chunk.request.logprobs
-        if spec is None:
-            continue
-        rows, num_due = next(rows_of), _rows_due(chunk)
-        name = f"request {chunk.request.request_id!r} got log-probabilities of {rows.num_rows}"
-        if rows.num_rows != num_due:
-            raise ProtocolError(f"{name} positions, {num_due} are due")
-        if num_due and _lengths(rows) != [num_due * width for width in _row_bytes(spec)]:
-            raise ProtocolError(f"{name} positions, whose arrays are not of the length asked for")
+        if chunk.request.logprobs is not None:
+            for part in chunk.apart():
+                _check(part, chunk.request.logprobs, next(rows_of))
 
 
-def keep_logprobs(chunk: Chunk, rows: LogprobRows) -> None:
-    """Appends a chunk's rows to its request's."""
-    if num_due := _rows_due(chunk):
-        chunk.request.logprob_runs.append(rows)
-        chunk.request.num_logprob_rows += num_due
+def _check(chunk: Chunk, spec: LogprobSpec, rows: LogprobRows) -> None:
+    num_due = _rows_due(chunk)
+    name = f"request {chunk.request.request_id!r} got log-probabilities of {rows.num_rows}"
+    if rows.num_rows != num_due:
+        raise ProtocolError(f"{name} positions, {num_due} are due")
+    if num_due and _lengths(rows) != [num_due * width for width in _row_bytes(spec)]:
+        raise ProtocolError(f"{name} positions, whose arrays are not of the length asked for")
+
+
+def keep_logprobs(chunk: Chunk, runs: Sequence[LogprobRows]) -> None:
+    """Appends rows of a chunk to its request's: `runs` belong to the first of its parts
+    (`Chunk.apart`)."""
+    for part, rows in zip(chunk.apart(), runs, strict=False):
+        if num_due := _rows_due(part):
+            chunk.request.logprob_runs.append(rows)
+            chunk.request.num_logprob_rows += num_due
 
 
 def _rows_due(chunk: Chunk) -> int:

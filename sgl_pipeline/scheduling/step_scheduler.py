@@ -10,6 +10,7 @@ steps. One step, from the arrival of its requests to its tokens:
                       budget = policy(load: waiting tokens, decodes, free pages, steps in flight)
                       chunks = decodes, then running prefills, then new requests, in order,
                                while the budget lasts and their pages fit
+                      give the decodes drafts, if there are only decodes and it costs them little
                       while chunks are empty, no step is in flight and several requests run:
                                retract the last of them, decide again
                       return chunks, released pages, and pages to compute again, as a Microbatch
@@ -26,6 +27,7 @@ from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
+from sgl_pipeline.scheduling.drafts import Drafts
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
@@ -57,7 +59,7 @@ class StepScheduler:
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
     `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store, and
-    for other servers.
+    for other servers. `drafts` guesses tokens.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -104,6 +106,7 @@ class StepScheduler:
             self.tier.on_hit,
             self.tier.held,
         )
+        self.drafts = Drafts(args.draft_tokens, self._pages, self._running)
         self._explainer = RequestExplainer(
             args, self._waiting, self._running, self._pages, self.tier
         )
@@ -114,7 +117,7 @@ class StepScheduler:
             self._waiting, self._running, self._pages, self._in_flight, reserve, self.tier
         )
         self._results = StepResults(
-            self._in_flight, self._running, self._pages, self.offloaded, self._finish
+            self._in_flight, self._running, self._pages, self.offloaded, self.drafts, self._finish
         )
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
@@ -202,14 +205,9 @@ class StepScheduler:
         released = self._pages.take_released()
         log = self.lost_pages.log
         replays = () if log is None else log.take_up(chunks, released)
+        step = leases_last(chunks)
         microbatch = Microbatch(
-            self._in_flight.next_id,
-            self.epoch,
-            load,
-            budget,
-            leases_last(chunks),
-            released,
-            replays,
+            self._in_flight.next_id, self.epoch, load, budget, step, released, replays
         )
         self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.add(microbatch)
@@ -220,7 +218,8 @@ class StepScheduler:
         self._admission.make_room_for_head()
         load = self.load(self._accounting)
         budget = self._policy(load)
-        return load, budget, self._admission.fill(budget)
+        chunks = self._admission.fill(budget)
+        return load, budget, self.drafts.extend(chunks, load, budget)
 
     def on_result(
         self,
@@ -234,9 +233,10 @@ class StepScheduler:
 
         Args:
             step_id: the step.
-            token_ids: the last stage's tokens, one for each chunk that samples, in chunk order.
+            token_ids: the last stage's tokens, `Chunk.num_samples` of each chunk in order.
             now_s: the caller's clock in seconds.
-            logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order.
+            logprobs: the rows of each chunk whose request wants log-probabilities, in chunk order,
+                taken apart where there are drafts (`Chunk.apart`).
             lost_leases: numbers of leases that some stage could not use.
 
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
@@ -253,6 +253,7 @@ class StepScheduler:
         del self._requests[request.request_id]
         self._ages.ended(request)
         self._running.drop(request)
+        self.drafts.forget(request)
         end = None
         if was_running and request.steps_in_flight == 0:
             end = self._pages.release(request)

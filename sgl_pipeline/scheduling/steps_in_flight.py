@@ -72,9 +72,9 @@ def check_result(
         raise ProtocolError(
             f"step {step_id} drew {len(token_ids)} tokens, {microbatch.num_samples} are due"
         )
-    if len(logprobs) != microbatch.num_logprob_chunks:
+    if len(logprobs) != microbatch.num_logprob_runs:
         raise ProtocolError(
             f"step {step_id} gave log-probabilities of {len(logprobs)} chunks, "
-            f"{microbatch.num_logprob_chunks} are due"
+            f"{microbatch.num_logprob_runs} are due"
         )
     check_logprobs(microbatch.chunks, logprobs)

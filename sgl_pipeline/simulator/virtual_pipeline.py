@@ -219,7 +219,12 @@ class VirtualPipeline:
         """The stages' report of a step that has passed them all."""
         microbatch = trip.step.microbatch
         next_token = self.clients.next_token
-        tokens = tuple(next_token(chunk.request) for chunk in microbatch.chunks if chunk.samples)
+        # No token of an output comes twice: drafts are never right, and gains are not simulated.
+        tokens = tuple(
+            next_token(chunk.request)
+            for chunk in microbatch.chunks
+            for _ in range(chunk.num_samples)
+        )
         last = len(trip.timings) - 1
         return [
             StageReport(

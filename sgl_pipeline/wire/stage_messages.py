@@ -146,7 +146,8 @@ class StageReady(msgspec.Struct, frozen=True, tag=True):
 
 class StageReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One stage ran one step. The last stage adds the sampled token ids, in chunk order, and the
-    rows of log-probabilities of each chunk whose request wants any, in chunk order as well.
+    rows of log-probabilities of each chunk whose request wants any, in chunk order as well. A chunk
+    with drafts has `Chunk.num_samples` of both.
 
     Of a step with chunks of leases (`lease_orders.py`) each stage reports its part of the attention
     as `offloaded`, and in `lost_leases` the numbers of those that it could not use: what their rows

@@ -42,6 +42,10 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     `new_tokens` and `new_pages` are int32 arrays to append to what the stage already holds.
     `token_mask` selects the tokens that may be drawn (`requests.TokenConstraint`), if the chunk
     samples.
+
+    `draft_tokens`, an int32 array, are the last of the `length` tokens, and guesses: a token is
+    drawn after each of them, as after the one before, and the stage keeps none. `token_mask` then
+    has a mask for each drawn token, one behind the other.
     """
 
     handle: int
@@ -51,6 +55,7 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     new_tokens: bytes = b""
     new_pages: bytes = b""
     token_mask: bytes = b""
+    draft_tokens: bytes = b""
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -150,8 +155,9 @@ class StepOrderEncoder:
         mask = b""
         if chunk.samples and request.constraint is not None:
             mask = request.constraint.allowed_tokens_mask()
+        drafts = array(INT32, chunk.draft_ids).tobytes() if chunk.draft_ids else b""
         return ChunkOrder(
-            sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask
+            sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask, drafts
         )
 
 
@@ -177,13 +183,19 @@ class MirroredRequest:
 
 @dataclass(frozen=True, slots=True)
 class MirroredChunk:
-    """A chunk as a stage sees it."""
+    """A chunk as a stage sees it, with fields as in `ChunkOrder`."""
 
     request: MirroredRequest
     start: int
     length: int
     samples: bool
     token_mask: bytes = b""
+    draft_ids: tuple[int, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Number of tokens that are drawn from it."""
+        return self.samples + len(self.draft_ids)
 
 
 class RequestMirror:
@@ -244,4 +256,7 @@ class RequestMirror:
         request = self._requests[chunk.handle]
         request.tokens.frombytes(chunk.new_tokens)
         request.pages.frombytes(chunk.new_pages)
-        return MirroredChunk(request, chunk.start, chunk.length, chunk.samples, chunk.token_mask)
+        drafts = tuple(array(INT32, chunk.draft_tokens)) if chunk.draft_tokens else ()
+        return MirroredChunk(
+            request, chunk.start, chunk.length, chunk.samples, chunk.token_mask, drafts
+        )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from operator import mul
 
+from sgl_pipeline.pp_runner.output.drafted_rows import rows_apart
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request
 from sgl_pipeline.wire.step_order import MirroredChunk
 
@@ -112,10 +113,10 @@ class FakeStage:
         return tuple(held[offset] for offset in range(self.page_size))
 
     def draw(self, chunks: Sequence[MirroredChunk]) -> list[int]:
-        """The tokens of the chunks that sample; for the last stage, after `run`."""
+        """The tokens of the sampled rows; for the last stage, after `run`."""
         return [
             draw(self._last_fingerprints(chunk, 0), chunk.token_mask)
-            for chunk in chunks
+            for chunk in rows_apart(chunks)
             if chunk.samples
         ]
 
@@ -123,7 +124,7 @@ class FakeStage:
         """The rows of the chunks that want log-probabilities: that of a position is a half of
         its fingerprint."""
         found = []
-        for chunk in chunks:
+        for chunk in rows_apart(chunks):
             if (spec := chunk.request.logprobs) is not None:
                 wanted = self._last_fingerprints(chunk, max(chunk.start, spec.prompt_start))
                 found.append(LogprobRows(len(wanted), array("i", _short(wanted)).tobytes()))
@@ -143,8 +144,8 @@ class FakeStage:
 def _token_rows(chunks: Sequence[MirroredChunk]) -> list[int]:
     return [
         token
-        for chunk in chunks
-        for token in chunk.request.tokens[chunk.start : chunk.start + chunk.length]
+        for part in rows_apart(chunks)
+        for token in part.request.tokens[part.start : part.start + part.length]
     ]
 
 

@@ -40,6 +40,7 @@ def random_args(rng: Random) -> PipelineArgs:
             waiting_timeout_s=rng.choice((None, None, 2.0)),
             running_timeout_s=rng.choice((None, None, 4.0)),
             extra_steps_in_flight=rng.choice((0, 0, 1, 2)),
+            draft_tokens=rng.choice((0, 0, 1, 4)),
         ),
         throttle=ThrottleArgs(
             policy=rng.choice(POLICIES),

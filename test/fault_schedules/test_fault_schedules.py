@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 from fault_schedules.__main__ import main
 from fault_schedules.fake_log import FakeLog
@@ -22,6 +23,7 @@ from sgl_pipeline.pp_runner.layer_moves.page_handover import PageHandover
 from sgl_pipeline.requests import FinishReason, Request, TokenEvent
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.scheduling.admission import Admission
+from sgl_pipeline.scheduling.drawn_tokens import take_drawn
 from sgl_pipeline.scheduling.lost_pages import LostPages
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.preemption import Preemption
@@ -114,6 +116,16 @@ def drawn_tokens_go_to_other_chunks(patch: pytest.MonkeyPatch) -> None:
         return on_result(self, step_id, token_ids[::-1], *more)  # type: ignore[arg-type]
 
     patch.setattr(StepScheduler, "on_result", mutated)
+
+
+def wrong_drafts_are_taken(patch: pytest.MonkeyPatch) -> None:
+    def mutated(
+        chunk: Chunk, drawn_ids: Sequence[int]
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        right = msgspec.structs.replace(chunk, draft_ids=tuple(drawn_ids[:-1]))
+        return take_drawn(right, drawn_ids)
+
+    patch.setattr("sgl_pipeline.scheduling.step_scheduler.take_drawn", mutated)
 
 
 def parked_requests_stay_parked(patch: pytest.MonkeyPatch) -> None:
@@ -417,6 +429,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     pages_back_while_a_step_writes_them,
     a_page_is_not_sent,
     drawn_tokens_go_to_other_chunks,
+    wrong_drafts_are_taken,
     parked_requests_stay_parked,
     a_retraction_forgets_the_output,
     a_hit_reaches_into_the_wanted_rows,

@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_queued=st.sampled_from([None, None, 2]),
         max_decodes=st.sampled_from([None, 1, 2]),
         preemption_threshold=st.sampled_from([None, 0]),
+        draft_tokens=st.sampled_from([0, 1, 4]),
         timeouts_s=st.sampled_from([(None, None), (5.0, 9.0)]),
         costs=st.sampled_from([None, flat_costs(1, 1.0), card_costs(1), LONG_CONTEXTS]),
         dynamic_chunking=st.booleans(),
@@ -73,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_queued: int | None,
         max_decodes: int | None,
         preemption_threshold: int | None,
+        draft_tokens: int,
         timeouts_s: tuple[float | None, float | None],
         costs: StepCosts | None,
         dynamic_chunking: bool,
@@ -99,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             duplicate_prefills=duplicate_prefills,
             extra_steps_in_flight=extra,
             preemption_threshold=preemption_threshold,
+            draft_tokens=draft_tokens,
             waiting_timeout_s=timeouts_s[0],
             running_timeout_s=timeouts_s[1],
         )

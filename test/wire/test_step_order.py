@@ -57,6 +57,23 @@ def contents(mirror: RequestMirror) -> list[tuple[Any, ...]]:
     ]
 
 
+def test_drafts_are_in_the_chunk_and_not_in_the_mirror() -> None:
+    request, encoder, mirror = make_request([5, 6, 7]), StepOrderEncoder(), RequestMirror()
+    request.pages = [4, 8]
+    request.output_ids = [9]
+    chunk = Chunk(request, 3, 3, is_decode=True, samples=True, draft_ids=(1, 2))
+    mirrored = mirror.apply(over_the_wire(encoder.encode(microbatch_of(0, (chunk,)))))
+    assert [(one.start, one.length, one.num_samples) for one in mirrored] == [(3, 3, 3)]
+    assert mirrored[0].draft_ids == (1, 2)
+    assert list(mirrored[0].request.tokens) == [5, 6, 7, 9]
+    # The first was right, and what was drawn after it.
+    request.output_ids += [1, 3]
+    chunk = Chunk(request, 5, 1, is_decode=True, samples=True)
+    mirrored = mirror.apply(over_the_wire(encoder.encode(microbatch_of(1, (chunk,)))))
+    assert list(mirrored[0].request.tokens) == [5, 6, 7, 9, 1, 3]
+    assert mirrored[0].draft_ids == ()
+
+
 def three_plans() -> list[StepOrder]:
     """A request in two chunks, another one that joins, the first one released."""
     encoder = StepOrderEncoder()

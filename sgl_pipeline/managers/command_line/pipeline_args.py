@@ -23,7 +23,7 @@ from sgl_pipeline.args import (
     ThrottleArgs,
     TierArgs,
 )
-from sgl_pipeline.args.checks import require_choice
+from sgl_pipeline.args.checks import between, require_choice
 from sgl_pipeline.args.flags import read_section
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
@@ -40,6 +40,8 @@ from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 TRACING_FIELDS = ("otlp_traces_endpoint", "otlp_service_name", "trace_modules")
+# SGLang's default of --speculative-num-draft-tokens, and our limit.
+DRAFT_ROWS, MOST_DRAFT_ROWS = 12, 64
 GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
 
@@ -80,6 +82,7 @@ def pipeline_of_model(
             SchedulingArgs,
             options,
             preemption_threshold=_preemption_threshold(options),
+            draft_tokens=_draft_tokens(options, device),
             waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
             running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
         ),
@@ -156,6 +159,27 @@ def _preemption_threshold(options: argparse.Namespace) -> int | None:
     if not options.enable_priority_scheduling or options.disable_priority_preemption:
         return None
     return int(options.priority_scheduling_preemption_threshold)
+
+
+def _draft_tokens(options: argparse.Namespace, device: str) -> int:
+    """Most draft tokens of a decode. SGLang counts the token before them too."""
+    algorithm, rows = options.speculative_algorithm, options.speculative_num_draft_tokens
+    if algorithm is None:
+        if rows is not None:
+            raise ConfigurationError(
+                "--speculative-num-draft-tokens does nothing without --speculative-algorithm NGRAM"
+            )
+        return 0
+    if algorithm != "NGRAM":
+        raise ConfigurationError(f"--speculative-algorithm {algorithm} is not built; choose NGRAM")
+    if device != "cpu":
+        raise ConfigurationError(
+            "--speculative-algorithm NGRAM is for CPUs only: on a GPU one row and several go "
+            "through different kernels, and tokens would depend on drafts"
+        )
+    rows = DRAFT_ROWS if rows is None else rows
+    between(2, MOST_DRAFT_ROWS)("--speculative-num-draft-tokens", rows)
+    return int(rows) - 1
 
 
 def _timeout_s(name: str) -> float | None:

@@ -29,7 +29,7 @@ MAX_FLUSH_WAIT_S = 600.0
 
 _WEIGHTS = "changing weights at run time is not supported by this server yet"
 _LORA = "LoRA adapters are not supported by this server yet"
-_SPECULATION = "speculative decoding is not supported by this server yet"
+_SPECULATION = "drafts come from a request's own prompt and output, not from a corpus"
 _EXPERTS = "expert parallelism is not supported by this server: experts stay with their layer"
 
 

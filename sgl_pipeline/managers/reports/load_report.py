@@ -58,8 +58,8 @@ class LoadReport:
         """Writes how things stand, and returns it as upstream counts it."""
         elapsed_s = state.now_s - self._window_start_s
         if elapsed_s >= _THROUGHPUT_WINDOW_S:
-            self._decodes_per_s = (state.decodes - self._window_start_decodes) / elapsed_s
-            self._window_start_s, self._window_start_decodes = state.now_s, state.decodes
+            self._decodes_per_s = (state.decoded_tokens - self._window_start_decodes) / elapsed_s
+            self._window_start_s, self._window_start_decodes = state.now_s, state.decoded_tokens
         snapshot = self._snapshot(state)
         self._writer.write(snapshot)
         return snapshot

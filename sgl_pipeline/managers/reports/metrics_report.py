@@ -138,6 +138,8 @@ class MetricsReport:
                 num_grammar_queue_reqs=state.compiling_requests,
                 gen_throughput=load.gen_throughput,
                 cache_hit_rate=load.cache_hit_rate,
+                spec_accept_length=state.draft_accept_length,
+                spec_accept_rate=state.draft_accept_rate,
                 decode_sum_seq_lens=state.decoding_tokens,
                 token_usage=load.token_usage,
                 full_token_usage=load.token_usage,
@@ -153,7 +155,7 @@ class MetricsReport:
         tokens = {
             "prefill_compute": state.prefill_tokens,
             "prefill_cache": state.cached_tokens,
-            "decode": state.decodes,
+            "decode": state.decoded_tokens,
         }
         for mode, number in tokens.items():
             counter = self._upstream.realtime_tokens_total

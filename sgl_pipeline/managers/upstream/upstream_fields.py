@@ -26,6 +26,7 @@ HONORED = frozenset(
     disable_cuda_graph
     enable_hierarchical_cache hicache_storage_backend hicache_storage_backend_extra_config
     hicache_write_policy hicache_storage_prefetch_policy hicache_ratio hicache_size
+    speculative_algorithm speculative_num_draft_tokens
     grammar_backend constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
     enable_metrics extra_metric_labels enable_trace otlp_traces_endpoint
     disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
@@ -163,13 +164,18 @@ HELP = {
     "route here), or auto (ours where it can, else transformers').",
     "pp_max_micro_batch_size": "Most decodes of a step, under any policy; prefill is bounded by "
     "--chunked-prefill-size.",
+    "speculative_algorithm": "NGRAM: decodes carry guesses at their next tokens, looked up in the "
+    "request's own prompt and output, where a step has time for them. No token changes.",
+    "speculative_num_draft_tokens": "Most tokens of a decode in a step, its own and the guesses "
+    "behind it (default: 12).",
     "pp_async_batch_depth": "Steps in flight beyond one per stage, as --extra-steps-in-flight.",
 }
 
 # Upstream's argument namespaces of which nothing outside the two sets above is supported.
 REFUSED_NAMESPACES = {
     "parallel": "the pipeline (--pp) is the only parallelism; upstream runs at 1",
-    "spec": "speculative decoding is not built yet",
+    "spec": "of speculative decoding, --speculative-algorithm NGRAM is built: one chain of tokens, "
+    "from the request's own prompt and output, of at most --speculative-num-draft-tokens",
     "lora": "LoRA adapters are not built yet",
     "mm": "only text is served, also of multimodal models",
     "exec.comm": "it tunes upstream's tensor-parallel communication, which is not used",
@@ -209,7 +215,7 @@ _STORE = (
     "own: --enable-hierarchical-cache --hicache-storage-backend file"
 )
 _ENCODER = "only text is served, and no encoder is apart"
-_DECOUPLED = "speculative decoding is not built yet"
+_DECOUPLED = "drafts are looked up by the scheduler, and no server makes them for another"
 _MULTIPLEXED = (
     "it splits a GPU between prefill and decode; here a step has both, and --policy bounds prefill"
 )
@@ -304,7 +310,7 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 # of a multimodal model it takes the text model and the plain tokenizer; of its attentions the one
 # that no family's checks refuse, and no pools of its own for windows; it has no tiers, with
 # which it would refuse some families; usage always reports cached tokens; and it learns of the
-# server's role later (`tell_role`).
+# server's role later (`tell_role`); drafts are our scheduler's alone.
 UPSTREAM_VALUES = {
     "model_impl": "auto",
     "enable_multimodal": False,
@@ -326,6 +332,8 @@ UPSTREAM_VALUES = {
     "enable_cache_report": True,
     "disaggregation_mode": "null",
     "disaggregation_transfer_backend": "mooncake",
+    "speculative_algorithm": None,
+    "speculative_num_draft_tokens": None,
 }
 
 

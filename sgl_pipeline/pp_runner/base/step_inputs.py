@@ -107,10 +107,14 @@ def build_step_inputs(
     page_of_row = page_indices[first_pages[chunk_of_row] + positions // page_size]
     slots = page_of_row.astype(np.int64) * page_size + positions % page_size
 
-    samples = np.array([chunk.samples for chunk in chunks], bool)
+    num_samples = np.array([chunk.num_samples for chunk in chunks], np.int64)
+    # Of each sampled row: the chunk, and the distance to its end. They are the last rows of chunks.
+    sampled_chunk = np.repeat(np.arange(len(chunks)), num_samples)
+    to_end = np.cumsum(num_samples)[sampled_chunk] - np.arange(len(sampled_chunk))
     upload = upload or (lambda arrays: [to_device(array, device) for array in arrays])
     token_ids = np.concatenate([_token_ids(chunk) for chunk in chunks])
-    arrays = (token_ids, positions, slots, query_indptr[1:][samples] - 1)
+    sample_rows = query_indptr[1:][sampled_chunk] - to_end
+    arrays = (token_ids, positions, slots, sample_rows)
     on_device = upload(arrays)
     return StepInputs(
         token_ids=on_device[0],
@@ -126,8 +130,8 @@ def build_step_inputs(
             page_indices[: page_indptr[num_local]],
         ),
         sample_rows=on_device[3],
-        sample_positions=torch.from_numpy(ends[samples]),
-        sampling=tuple(chunk.request.sampling for chunk in chunks if chunk.samples),
+        sample_positions=torch.from_numpy(ends[sampled_chunk] - to_end + 1),
+        sampling=tuple(chunks[index].request.sampling for index in sampled_chunk.tolist()),
         lent=_lent_rows(chunks, num_local, query_indptr),
     )
 
@@ -226,8 +230,11 @@ def _pages(chunk: MirroredChunk, page_size: int) -> np.ndarray:
 
 
 def _token_ids(chunk: MirroredChunk) -> np.ndarray:
-    end = chunk.start + chunk.length
-    return np.frombuffer(chunk.request.tokens, np.int32, end)[chunk.start :].astype(np.int64)
+    known_end = chunk.start + chunk.length - len(chunk.draft_ids)
+    known = np.frombuffer(chunk.request.tokens, np.int32, known_end)[chunk.start :]
+    if not chunk.draft_ids:
+        return known.astype(np.int64)
+    return np.concatenate((known, np.array(chunk.draft_ids, np.int64)))
 
 
 def _leading_ones(lengths: np.ndarray) -> int:

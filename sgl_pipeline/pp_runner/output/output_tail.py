@@ -15,6 +15,7 @@ import torch
 
 from sgl_pipeline.pp_runner.base.download import Download, HostCopy
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
+from sgl_pipeline.pp_runner.output.drafted_rows import rows_apart
 from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.output.logprobs import StepLogprobs, plan_logprobs
 from sgl_pipeline.pp_runner.output.sampler import DrawnTokens, Sampler
@@ -22,7 +23,8 @@ from sgl_pipeline.pp_runner.output.token_masks import plan_token_masks
 from sgl_pipeline.requests import LogprobRows
 from sgl_pipeline.wire.step_order import MirroredChunk
 
-# The token of each sampled row, and the rows of each chunk whose request wants log-probabilities.
+# The token of each sampled row, and the rows of each chunk whose request wants log-probabilities;
+# of a chunk with drafts, for each of its sampled rows.
 Outputs = tuple[tuple[int, ...], tuple[LogprobRows, ...]]
 
 
@@ -69,9 +71,10 @@ class OutputTail:
     def plan(self, chunks: Sequence[MirroredChunk], inputs: StepInputs) -> None:
         """See `Tail.plan`."""
         self._inputs = inputs
-        self._adjustments = plan_logit_adjustments(chunks, self._device)
-        self._masks = plan_token_masks(chunks, self._device)
-        self._logprobs = plan_logprobs(chunks)
+        apart = rows_apart(chunks)
+        self._adjustments = plan_logit_adjustments(apart, self._device)
+        self._masks = plan_token_masks(apart, self._device)
+        self._logprobs = plan_logprobs(apart)
 
     def draw(self, hidden: torch.Tensor) -> PendingOutputs:
         """See `Tail.draw`."""

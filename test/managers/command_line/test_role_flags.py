@@ -103,7 +103,7 @@ def test_what_is_met_anyway_is_taken_with_a_line(
         ("--enable-pdmux", "--enable-pdmux True cannot be honored: .*--policy bounds prefill"),
         ("--sm-group-num 4", "--sm-group-num 4 cannot be honored: .*a step has both"),
         ("--encoder-only", "--encoder-only True cannot be honored: only text"),
-        ("--decoupled-spec-role drafter", "speculative decoding is not built"),
+        ("--decoupled-spec-role drafter", "drafts are looked up by the scheduler"),
         ("--disable-radix-cache", "hands pages of the radix cache on"),
         ("--enable-response-store", "each server would keep responses of its own"),
     ],

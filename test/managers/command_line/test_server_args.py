@@ -209,6 +209,22 @@ def test_priority_scheduling_preempts_unless_told_not_to(model: str) -> None:
     assert threshold(enable, "--disable-priority-preemption") is None
 
 
+@pytest.mark.parametrize(
+    ("flags", "draft_tokens"),
+    [
+        ("", 0),
+        ("--speculative-algorithm NGRAM", 11),
+        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 4", 3),
+    ],
+)
+def test_draft_tokens_are_those_behind_the_one_that_is_known(
+    model: str, flags: str, draft_tokens: int
+) -> None:
+    plan = parse_command_line(["--model-path", model, *flags.split()])
+    assert plan.pipeline.scheduling.draft_tokens == draft_tokens
+    assert plan.upstream.speculative_algorithm is None
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("-1", None), ("0", None)])
 def test_upstreams_timeout_variables_set_seconds(
     model: str, monkeypatch: pytest.MonkeyPatch, text: str, seconds: float | None
@@ -302,6 +318,16 @@ def test_a_config_file_that_would_not_be_read_is_refused(model: str) -> None:
         ("--radix-eviction-policy lfu", "--radix-eviction-policy lfu .* least recently used"),
         ("--migration-window 0 --pp 2", "--migration-window 0 must be at least 1"),
         ("--migration-timeout-s nan --pp 2", "--migration-timeout-s nan"),
+        ("--speculative-algorithm EAGLE", "--speculative-algorithm EAGLE is not built"),
+        ("--speculative-num-draft-tokens 4", "nothing without --speculative-algorithm NGRAM"),
+        (
+            "--speculative-algorithm NGRAM --speculative-num-draft-tokens 1",
+            "--speculative-num-draft-tokens 1 must be between 2 and 64",
+        ),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-capacity 9",
+            "--speculative-ngram-capacity 9 cannot be honored: .* one chain of tokens",
+        ),
         (
             "--enable-priority-scheduling --priority-scheduling-preemption-threshold -1",
             "--priority-scheduling-preemption-threshold -1",

@@ -24,7 +24,8 @@ def mirrored_request(num_tokens: int, pages: list[int], seed: int = 0) -> Mirror
 
 @st.composite
 def steps(draw) -> tuple[int, list[MirroredChunk]]:
-    """A page size and the chunks of a step: decodes first, pages in random order."""
+    """A page size and the chunks of a step: decodes first, pages in random order. The last tokens
+    of a chunk that samples may be drafts, which its request does not have."""
     page_size = draw(st.sampled_from([1, 2, 5, 16]))
     num_decodes = draw(st.integers(0, 3))
     num_chunks = num_decodes + draw(st.integers(0 if num_decodes else 1, 3))
@@ -37,8 +38,10 @@ def steps(draw) -> tuple[int, list[MirroredChunk]]:
         # A later chunk of the same request may have brought pages already.
         num_pages = -(-(start + length + unseen) // page_size)
         pages, free_pages = free_pages[:num_pages], free_pages[num_pages:]
-        request = mirrored_request(start + length + unseen, list(pages), seed)
-        chunks.append(MirroredChunk(request, start, length, samples=unseen == 0))
+        num_drafts = draw(st.integers(0, length - 1)) if unseen == 0 else 0
+        request = mirrored_request(start + length + unseen - num_drafts, list(pages), seed)
+        drafts = tuple(range(-num_drafts, 0))
+        chunks.append(MirroredChunk(request, start, length, unseen == 0, draft_ids=drafts))
     return page_size, chunks
 
 
@@ -50,10 +53,11 @@ def test_inputs_equal_a_walk_over_single_tokens(step):
     rows, sampled = [], []
     for index, chunk in enumerate(chunks):
         first_row = len(rows)
+        tokens = [*chunk.request.tokens, *chunk.draft_ids]
         for position in range(chunk.start, chunk.start + chunk.length):
             page = chunk.request.pages[position // page_size]
             slot = page * page_size + position % page_size
-            rows.append((chunk.request.tokens[position], position, slot))
+            rows.append((tokens[position], position, slot))
         assert layout.query_indptr[index : index + 2].tolist() == [first_row, len(rows)]
 
         visible_pages = sorted({position // page_size for position in range(rows[-1][1] + 1)})
@@ -64,7 +68,8 @@ def test_inputs_equal_a_walk_over_single_tokens(step):
         assert layout.last_page_lengths[index] == rows[-1][1] % page_size + 1
         assert layout.kv_lengths[index] == rows[-1][1] + 1
         if chunk.samples:
-            sampled.append((len(rows) - 1, rows[-1][1] + 1, chunk.request.sampling))
+            last_rows = range(len(rows) - 1 - len(chunk.draft_ids), len(rows))
+            sampled += [(row, rows[row][1] + 1, chunk.request.sampling) for row in last_rows]
 
     assert (
         list(zip(*map(_list, (inputs.token_ids, inputs.positions, inputs.slots)), strict=True))

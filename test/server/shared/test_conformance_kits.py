@@ -28,7 +28,7 @@ pytestmark = pytest.mark.multiproc
 DEMO_MODEL = ROOT / "sgl_pipeline" / "demo_model"
 
 _KNOWLEDGE = "asks what the demo model was never taught"
-_SPECULATION = "speculative decoding is refused at start"
+_SPECULATION = "draft models are refused at start"
 _GRAMMARS = "run by test_structured_output.py"
 _HYBRID = "for caches of models with recurrent layers, which are refused at start"
 _IMAGES = "images are refused"

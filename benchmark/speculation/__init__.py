@@ -1,0 +1,1 @@
+"""The worth of drafts that stages check."""

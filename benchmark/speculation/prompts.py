@@ -1,0 +1,89 @@
+"""Prompts of the four kinds that drafts are measured with, from this repository's own texts.
+
+Code edits repeat a file, retrieval answers quote a page, records repeat their keys, chats repeat
+little. Pure functions of the files.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+from benchmark.support.paths import DOCS, ROOT
+
+_PACKAGE = ROOT / "sgl_pipeline"
+_RENAMED = (
+    ("scheduling/decode_reserve.py", "pipeline_depth", "num_stages"),
+    ("scheduling/kept_pages.py", "pages", "kept_ids"),
+    ("scheduling/page_pool.py", "num_pages", "pool_size"),
+    ("scheduling/page_run.py", "pages", "page_ids"),
+    ("scheduling/pausing.py", "is_paused", "is_stopped"),
+    ("scheduling/stop_rules.py", "finish_reason", "reason_to_stop"),
+    ("throttle/adaptive_throttle.py", "load", "state"),
+    ("throttle/decode_balance.py", "load", "state"),
+)
+_PAGES = ("design/loss.md", "design/moves.md", "design/stages.md", "faults.md")
+_QUESTIONS = (
+    "Quote the sentences that give a reason, word by word.",
+    "Summarize the text in its own words, one paragraph.",
+)
+_EXCERPT_CHARACTERS = 2_400
+_TOPICS = ("people", "cities", "books", "planets")
+_SHAPES = (
+    "with the keys id, name, description and active",
+    'like {"id": 1, "name": "...", "tags": ["...", "..."], "size": {"width": 1, "height": 2}}',
+)
+_CHATS = (
+    "How do I cook rice so that it does not stick?",
+    "Explain why the sky is blue to a child.",
+    "Write a short letter to a friend who has moved to another city.",
+    "What should I think about before I buy a used bicycle?",
+    "Tell me a story about a lighthouse keeper.",
+    "What is the difference between a virus and a bacterium?",
+    "Give me advice for my first job interview.",
+    "Describe a walk through a forest in autumn.",
+)
+
+
+def code_edits() -> list[str]:
+    """Small files of the package, each with one name to change."""
+    return [
+        f"Rename `{old}` to `{new}` in this file. Reply with the whole file and nothing else.\n\n"
+        f"```python\n{(_PACKAGE / path).read_text(encoding='utf-8')}```"
+        for path, old, new in _RENAMED
+    ]
+
+
+def retrieval_answers() -> list[str]:
+    """Excerpts of pages, with a question about them."""
+    return [
+        f"{_excerpt(DOCS / page)}\n\n{question}" for page, question in product(_PAGES, _QUESTIONS)
+    ]
+
+
+def records() -> list[str]:
+    """Lists of things as JSON."""
+    return [
+        f"Write a JSON array of ten {topic}, {shape}. Reply with JSON only."
+        for topic, shape in product(_TOPICS, _SHAPES)
+    ]
+
+
+def chats() -> list[str]:
+    """Questions without a text."""
+    return list(_CHATS)
+
+
+KINDS: dict[str, Callable[[], list[str]]] = {
+    "code edit": code_edits,
+    "retrieval": retrieval_answers,
+    "JSON": records,
+    "chat": chats,
+}
+
+
+def _excerpt(page: Path) -> str:
+    """The page's first paragraphs after its head, without links."""
+    text = page.read_text(encoding="utf-8").partition("\n\n")[2]
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return text[:_EXCERPT_CHARACTERS].rpartition("\n")[0]
