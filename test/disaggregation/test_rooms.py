@@ -365,6 +365,20 @@ def test_a_stage_that_is_lost_with_held_pages_fails_their_requests() -> None:
     world.check()
 
 
+def test_pages_that_were_just_lost_are_not_ready_for_a_room_that_is_wanted_now() -> None:
+    world, prefill, _ = pair()
+    both(world)
+    world.run()
+    number = world.new_room()
+    prefill_half(world, number, PROMPT[::-1])
+    step(world)
+    prefill.lose(0)
+    (stream,) = world.streams
+    prefill.rooms.take(stream.number, Want(number), world.now_s)
+    reason = "a stage of the prefill server was lost with the prompt's pages"
+    assert prefill.rooms.outbox == [(stream.number, End(number, reason, 503))]
+
+
 def test_layers_that_move_are_read_where_they_are() -> None:
     world, prefill, decode = pair()
     _, second = both(world)
