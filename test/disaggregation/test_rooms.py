@@ -365,6 +365,33 @@ def test_a_stage_that_is_lost_with_held_pages_fails_their_requests() -> None:
     world.check()
 
 
+def test_a_load_that_was_cut_off_is_not_in_its_own_way() -> None:
+    world, _, decode = pair(decode_pages=11)  # as many as the request needs
+    _, second = both(world)
+    step(world, transfers=False)
+    assert decode.tier.loads.promised_pages == WHOLE_PAGES
+    decode.tier.interrupt()
+    world.run()
+    world.check()
+    assert second.finish is not None and second.finish.kind == "length"
+
+
+def test_pages_that_came_of_a_load_that_fell_short_are_not_in_its_way() -> None:
+    world, prefill, decode = pair(decode_pages=11)
+    number = world.new_room()
+    prefill_half(world, number)
+    step(world)
+    offer = prefill.stages[0].offers[number]  # type: ignore[attr-defined]
+    late = {page_hash: offer.pop(page_hash) for page_hash in [*offer][5:]}
+    decode_half(world, number)
+    step(world)
+    assert decode.tier.arrivals.counts.loaded_pages == 5
+    offer |= late
+    world.run()
+    world.check()
+    assert decode.tier.arrivals.counts.loaded_pages == WHOLE_PAGES
+
+
 def test_pages_that_were_just_lost_are_not_ready_for_a_room_that_is_wanted_now() -> None:
     world, prefill, _ = pair()
     both(world)
