@@ -162,6 +162,13 @@ class KvTier:
         self._stages_use, self._is_stale = _NOTHING, False
         self.held.has_offers = False
 
+    @property
+    def only_saves(self) -> bool:
+        """True if saves hold pages, and something that could be loaded is not."""
+        return bool(
+            self.wishes.has_found and not self.loads.num_under_way and self.saves.saving_pages
+        )
+
     # Orders, reports
 
     def next_orders(

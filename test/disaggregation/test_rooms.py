@@ -1,11 +1,12 @@
 """A request's prompt is computed on one server and its tokens drawn on another."""
 
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 from support.paired_servers import IDENTITY, DecodeServer, PrefillServer, RoomWorld, room_request
-from support.stored_pipeline import PAGE_SIZE, MemoryStore, right_output
+from support.stored_pipeline import PAGE_SIZE, PLACE, RULES, MemoryStore, right_output
 
 from sgl_pipeline.disaggregation import half_rooms
 from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S
@@ -19,7 +20,7 @@ from sgl_pipeline.disaggregation.room_messages import End, Got, PeerWelcome, Rea
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import LogprobSpec, Request, Room
-from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
+from sgl_pipeline.wire.store_orders import LoadPages, PeerPlace, PeerStage
 
 PROMPT = [token % 7 for token in range(3, 40)]
 WHOLE_PAGES = len(PROMPT) // PAGE_SIZE
@@ -390,6 +391,25 @@ def test_pages_that_came_of_a_load_that_fell_short_are_not_in_its_way() -> None:
     world.run()
     world.check()
     assert decode.tier.arrivals.counts.loaded_pages == WHOLE_PAGES
+
+
+def test_a_store_that_hangs_keeps_no_prompt_from_coming() -> None:
+    world, _, decode = pair(decode_pages=12, store=MemoryStore())
+    decode.tier.use(PLACE, replace(RULES, save_share=0.9))
+    _, second = both(world)
+    _step_without_saves(world, 40)
+    assert second.finish is not None and decode.tier.saves.saving_pages == WHOLE_PAGES
+    _, fourth = both(world, PROMPT[::-1])
+    _step_without_saves(world, 300)
+    assert fourth.finish is not None and fourth.finish.kind == "length"
+
+
+def _step_without_saves(world: RoomWorld, turns: int) -> None:
+    for _ in range(turns):
+        step(world, 1, transfers=False)
+        for stage in (stage for one in world.decodes() for stage in one.stages):
+            for order in [one for one in stage.transfers if isinstance(one, LoadPages)]:
+                world.decodes()[0].end_transfer(stage.stage, stage.transfers.index(order))
 
 
 def test_pages_that_were_just_lost_are_not_ready_for_a_room_that_is_wanted_now() -> None:
