@@ -14,6 +14,8 @@ CHECK_ARGS ?=
 EXAMPLES ?= 3000
 SEEDS ?= 1000
 FIRST ?= 0
+# Of the fault schedules: server, or disaggregated (prefill and decode apart).
+WORLD ?= server
 # An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
 TORCH_INDEX ?=
 
@@ -208,7 +210,7 @@ fuzz: $(STAMP) | check-sglang
 
 .PHONY: fault-schedules
 fault-schedules: $(STAMP)
-	PYTHONPATH=.:test $(VENV_PYTHON) -m fault_schedules --first $(FIRST) --seeds $(SEEDS)
+	PYTHONPATH=.:test $(VENV_PYTHON) -m fault_schedules --world $(WORLD) --first $(FIRST) --seeds $(SEEDS)
 
 .PHONY: bench
 bench: $(STAMP)

@@ -1,7 +1,6 @@
 """A request's prompt is computed on one server and its tokens drawn on another."""
 
 from dataclasses import replace
-from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +36,7 @@ def pair(
     decode_pages: int = 32,
     store: MemoryStore | None = None,
 ) -> Pair:
-    world = RoomWorld(Random(0), limits)
+    world = RoomWorld(limits)
     prefill = world.add(PrefillServer, "p:1", prefill_layers, prefill_pages)
     decode = world.add(DecodeServer, "d", decode_layers, decode_pages, store=store)
     return world, prefill, decode

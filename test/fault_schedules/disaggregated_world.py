@@ -7,7 +7,7 @@ that memory is short and layers move answers all requests.
 """
 
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -35,12 +35,13 @@ from sgl_pipeline.managers.disaggregation.offering_stages import OfferingStages
 from sgl_pipeline.records.move_record import MoveOutcome
 
 MAX_EVENTS = 150_000
-MOST_PAIRS = 12
+MOST_PAIRS = 8
 MOST_STAGES = 3
 # Nobody waits so long in a world of faults, and none that is clean takes so long.
 LONGEST_S = 400.0
 WATCH_S = 0.5
-CLEAN_SHARE = 0.2
+CLEAN_SHARE = 0.15
+PATIENT_SHARE = 0.2
 # Within this time a server has met another one and told it of an end.
 HEARSAY_S = 2.0
 
@@ -69,8 +70,11 @@ class DisaggregatedWorld:
         self._seed, self._digest = seed, 0
         self._rng = rng = Random(f"prefill and decode apart {seed}")
         self._loop = EventLoop()
-        self._is_clean = rng.random() < CLEAN_SHARE
-        patience_s = 10_000.0 if self._is_clean else rng.choice((3.0, 8.0))
+        kind = rng.random()
+        # Nothing goes wrong; or nothing for which anybody has to wait until a time is over.
+        self._is_clean = kind < CLEAN_SHARE
+        self._is_patient = kind < CLEAN_SHARE + PATIENT_SHARE
+        patience_s = 10_000.0 if self._is_patient else rng.choice((3.0, 8.0))
         self._limits = RoomLimits(
             bootstrap_timeout_s=patience_s,
             waiting_timeout_s=patience_s,
@@ -80,19 +84,31 @@ class DisaggregatedWorld:
         )
         self._page_size = rng.choice((1, 2, 4))
         self._num_layers = MOST_STAGES + rng.choice((0, 1, 2))
-        max_tokens, max_new_tokens = rng.choice((4, 8, 16)), rng.choice((4, 12, 24))
+        max_tokens, max_new_tokens = rng.choice((6, 12, 20)), rng.choice((4, 12, 24))
         prefills = [f"p:{number}" for number in range(rng.choice((1, 1, 1, 2)))]
         decodes = [f"d:{number}" for number in range(rng.choice((1, 1, 1, 2)))]
-        num_pairs = rng.randint(1, MOST_PAIRS)
+        num_pairs = rng.randint(2, MOST_PAIRS)
         self._pairs = make_pairs(
-            rng, num_pairs, prefills, decodes, max_tokens, max_new_tokens, is_clean=self._is_clean
+            rng,
+            num_pairs,
+            prefills,
+            decodes,
+            max_tokens,
+            max_new_tokens,
+            may_leave=not self._is_clean,
+            may_err=not self._is_patient,
         )
         self._clients = [half.client for pair in self._pairs for half in pair.halves]
         self._most_tokens = max(
             len(client.request.prompt_ids) + client.request.stops.max_new_tokens
             for client in self._clients
         )
-        loss = 0.0 if self._is_clean else rng.choice((0.0, 0.0, 0.0, 0.1))
+        self._whole_pages: defaultdict[int, set[int]] = defaultdict(set)
+        for client in self._clients:
+            room, prompt = client.request.room, client.request.prompt_ids
+            assert room is not None
+            self._whole_pages[room.number].add(len(prompt) // self._page_size)
+        loss = 0.0 if self._is_patient else rng.choice((0.0, 0.0, 0.0, 0.1))
         # Whatever one end of a stream says, the other one hears.
         self._is_joined = not loss
         self._streams = RoomStreams(self._loop, rng, loss=loss)
@@ -135,11 +151,10 @@ class DisaggregatedWorld:
 
     def _peer_tempo(self) -> PeerTempo:
         rng = self._rng
-        faults = (0.0, 0.0) if self._is_clean else (0.0, 0.0, 0.02)
         return PeerTempo(
             read_s=rng.choice((0.001, 0.01, 0.1)),
-            failure_chance=rng.choice(faults),
-            hang_chance=rng.choice(faults),
+            failure_chance=0.0 if self._is_clean else rng.choice((0.0, 0.05)),
+            hang_chance=0.0 if self._is_patient else rng.choice((0.0, 0.0, 0.02, 0.1)),
         )
 
     def _random_args(self, rng: Random) -> PipelineArgs:
@@ -149,7 +164,7 @@ class DisaggregatedWorld:
         stages = replace(stages, num_stages=num_stages)
         recovery = replace(args.recovery, min_stages=min(args.recovery.min_stages, num_stages))
         scheduling = replace(scheduling, page_size=self._page_size, radix_cache=True)
-        if self._is_clean:
+        if self._is_clean or rng.random() < 0.5:
             scheduling = replace(
                 scheduling,
                 max_queued_requests=None,
@@ -176,16 +191,16 @@ class DisaggregatedWorld:
             args,
             PoolSizes(
                 num_pages,
-                is_room_short=rng.random() < 0.5 and not self._is_clean,
+                is_room_short=rng.random() < 0.5,
                 log_pages=rng.choice((None, num_pages, num_pages // 2, 4, 0)),
             ),
             FakeFront([], self._num_layers, self._loop),
             num_layers=self._num_layers,
             stores=stores,
             peers=self._peers,
-            hurt_chance=0.0 if self._is_clean else tier_rng.choice((0.0, 0.0, 0.05, 0.2)),
+            hurt_chance=0.0 if self._is_patient else tier_rng.choice((0.0, 0.0, 0.05, 0.2)),
             note=self._note,
-            has_faults=rng.random() < 0.5 and not self._is_clean,
+            has_faults=rng.random() < 0.5 and not self._is_patient,
             open_rooms=self._open_rooms,
             on_up=self._begin_when_all_are_up,
             on_end=partial(self._after_death, name),
@@ -223,6 +238,8 @@ class DisaggregatedWorld:
             turn=server.turn,
             turn_soon=server.turn_soon,
             needs_clock=lambda: not self._is_over,
+            whole_pages=self._whole_pages,
+            forgets=not self._is_patient,
         )
         if stages is not None:
             self._streams.listen(driver)
@@ -259,7 +276,7 @@ class DisaggregatedWorld:
         for _ in range(rng.choice((0, 0, 1, 3, 6))):
             self._is_joined = False
             self._loop.after(rng.random() * 6.0, self._streams.harm)
-        for _ in range(rng.choice((0, 0, 0, 0, 1, 2))):
+        for _ in range(0 if self._is_patient else rng.choice((0, 0, 0, 0, 1, 2))):
             self._loop.after(rng.random() * 6.0, self._kill_server)
 
     def _send(self, half: Half) -> None:
@@ -287,7 +304,7 @@ class DisaggregatedWorld:
         elif self._quiet_since_s is None:
             self._quiet_since_s = now_s
         # An end is said again for as long as it is remembered, and then remembered there.
-        memory_s = 0.0 if self._is_clean else 2.0 * self._limits.bootstrap_timeout_s + 2.0
+        memory_s = 0.0 if self._is_patient else 2.0 * self._limits.bootstrap_timeout_s + 2.0
         if self._quiet_since_s is not None and now_s - self._quiet_since_s >= memory_s:
             self._is_over = True
             return
@@ -336,6 +353,7 @@ class DisaggregatedWorld:
             pages=self._peers.num_read,
             failed_loads=self._peers.num_failed,
             clean=self._is_clean,
+            patient=self._is_patient,
             aborts=sum(client.ends[0].kind == "abort" for client in self._clients),
             halves=len(self._clients),
         )

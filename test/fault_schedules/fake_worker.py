@@ -137,8 +137,9 @@ class FakeWorker:
     @property
     def offers(self) -> FakeOffers | None:
         """The pages that peers may read; None while nobody answers them."""
-        is_silent = self._stopped is not None or self._transfers is None
-        return None if is_silent else self._transfers.offers
+        if self._stopped is not None or self._transfers is None:
+            return None
+        return self._transfers.offers
 
     def start(self) -> None:
         hello = WorkerHello(

@@ -75,7 +75,9 @@ class Outsiders:
             self._loop.after(pause_s + length_s, lambda: self._outside(scheduler.pausing.resume))
             flush_s = pause_s + self._rng.random() * 2.0 * length_s
             self._loop.after(flush_s, partial(flush_cache, scheduler, self._note))
-        if self._args.scheduling.waiting_timeout_s or self._args.scheduling.running_timeout_s:
+        scheduling = self._args.scheduling
+        has_timeouts = scheduling.waiting_timeout_s or scheduling.running_timeout_s
+        if has_timeouts and self._rooms is None:  # rooms look at the clock themselves
             for second in range(1, 60):
                 self._loop.after(float(second), self._turn)
         if self._args.migration.mode != "off":

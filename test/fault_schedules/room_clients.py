@@ -10,6 +10,9 @@ from fault_schedules.room_streams import NO_HOST
 
 from sgl_pipeline.requests import GREEDY, Request, Room, StopRules
 
+LEAVES = ("leave", "leave", "leave together")
+ERRORS = ("half", "number", "host")
+
 
 @dataclass(slots=True, eq=False)
 class Half:
@@ -42,9 +45,10 @@ def make_pairs(
     max_tokens: int,
     max_new_tokens: int,
     *,
-    is_clean: bool,
+    may_leave: bool,
+    may_err: bool,
 ) -> list[Pair]:
-    """Requests that come within some seconds. If `is_clean` no client errs or leaves."""
+    """Requests that come within some seconds."""
     span_s, gap_s = rng.choice((0.0, 1.0, 5.0)), rng.choice((0.0, 0.1, 2.0))
     pairs: list[Pair] = []
     for number, client in enumerate(
@@ -60,12 +64,13 @@ def make_pairs(
             compile_s=client.compile_s * rng.random(),
         )
         client.arrives_s += rng.random() * gap_s
-        if is_clean:
+        if not may_leave:
             client.leaves_after_s = None
         pairs.append(Pair(Half(first, prefill), Half(client, rng.choice(decodes))))
-    if not is_clean:
-        for pair in pairs:
-            _spoil(rng, pair, pairs)
+    kinds = [*(LEAVES if may_leave else ()), *(ERRORS if may_err else ())]
+    for pair in pairs:
+        if rng.random() < 0.06 * len(kinds):
+            _spoil(rng, pair, pairs, rng.choice(kinds))
     return pairs
 
 
@@ -84,12 +89,11 @@ def _prefill_half(request: Request, number: int) -> Request:
     )
 
 
-def _spoil(rng: Random, pair: Pair, pairs: list[Pair]) -> None:
-    """Something is wrong with some requests."""
+def _spoil(rng: Random, pair: Pair, pairs: list[Pair], kind: str) -> None:
+    """Something is wrong with a request."""
     first, second = pair.halves[0].client, pair.halves[-1].client
-    kind = rng.choice(("leave", "leave together", "half", "number", "host", *["none"] * 15))
     if kind == "leave":
-        first.leaves_after_s = rng.expovariate(2.0)
+        first.leaves_after_s = rng.expovariate(10.0)
     elif kind == "leave together" and second.leaves_after_s is not None:
         leaves_s = second.arrives_s + second.leaves_after_s + 0.01 * rng.random()
         first.leaves_after_s = max(0.0, leaves_s - first.arrives_s)

@@ -1,7 +1,7 @@
 """One virtual server's end of the streams to others: what `managers/disaggregation/room_ends.py`
 does, with what has arrived in a list."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from random import Random
 
 from fault_schedules.fake_front import FakeFront
@@ -17,7 +17,7 @@ from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler
 
 # The loop looks at the clock at least so often; the real one does ten times a second.
-POLL_S = 0.9
+POLL_S = 1.3
 
 
 class RoomDriver:
@@ -28,6 +28,8 @@ class RoomDriver:
         turn: lets the scheduler go on.
         turn_soon: as `turn`, perhaps a while later.
         needs_clock: says whether anybody waits for anything.
+        whole_pages: the numbers of whole pages of the prompts of each room.
+        forgets: the clock goes on until what ended rooms leave behind is too old.
     """
 
     def __init__(
@@ -44,12 +46,15 @@ class RoomDriver:
         turn: Callable[[], None],
         turn_soon: Callable[[], None],
         needs_clock: Callable[[], bool],
+        whole_pages: Mapping[int, Collection[int]],
+        forgets: bool,
     ) -> None:
         self.name, self.rooms = name, rooms
         self._scheduler, self._tier, self._stages = scheduler, scheduler.tier, stages
         self._streams, self._front = streams, front
         self._loop, self._rng = loop, rng
         self._turn, self._turn_soon, self._needs_clock = turn, turn_soon, needs_clock
+        self._forgets, self._whole_pages = forgets, whole_pages
         self._inbox: list[Callable[[], None]] = []
         self.is_closed = False
         self._poll_later()
@@ -68,12 +73,13 @@ class RoomDriver:
 
     # Streams
 
-    def arrive(self, call: Callable[[float], None]) -> None:
+    def arrive(self, call: Callable[[float], None], *, wakes: bool = True) -> None:
         """Something has come of a stream, which `call` tells the rooms in the next turn, with the
-        time."""
+        time; that is soon if it `wakes` the loop."""
         if not self.is_closed:
             self._inbox.append(lambda: call(self._loop.now_s))
-            self._turn_soon()
+            if wakes:
+                self._turn_soon()
 
     def serve(self) -> None:
         """Takes and sends what there is, and ends the requests that have ended with their rooms."""
@@ -89,8 +95,8 @@ class RoomDriver:
             rooms.use_stages(self._stages())
         for session, message in rooms.outbox:
             if isinstance(message, Ready):
-                is_held = message.room in self._tier.held._held
-                assert is_held, "pages are ready that are not there"
+                is_whole = message.num_pages in self._whole_pages[message.room]
+                assert is_whole, "pages are ready that are not there"
             self._streams.send(self, session, message)
         for session in rooms.closing:
             self._streams.close(self, session)
@@ -135,6 +141,10 @@ class RoomDriver:
         assert arrivals.promised_output_tokens == sum(arrivals._promised.values())
         for request in (*arrivals._held, *arrivals._promised):
             assert request.state is RequestState.WAITING, "a request that does not wait is expected"
+        if isinstance(self.rooms, PrefillRooms):
+            for room in self.rooms._rooms.values():
+                is_wanted = room.session in self.rooms._sessions or room.is_unneeded
+                assert room.session is None or is_wanted, "a room of a session that is over"
         for load in self._tier.loads._loads.values():
             is_promised = load.request in arrivals._promised or not arrivals.holds(load.request)
             assert is_promised, "the tokens of a request that loads are not reserved"
@@ -151,8 +161,9 @@ class RoomDriver:
         assert tier.loads.promised_pages == 0, "pages are still promised"
         if isinstance(rooms, PrefillRooms):
             halves = rooms._halves
-            is_empty = not (halves.wanted or halves._failures or halves._unneeded)
-            assert is_empty, "a room is remembered for ever"
+            assert not halves.wanted, "a room is wanted for ever"
+            is_empty = not halves._failures and not halves._unneeded
+            assert is_empty or not self._forgets, "a room is remembered for ever"
         else:
             ends = [end for peer in rooms._servers._peers.values() for end in peer.ends]
-            assert not ends, "an end is kept for ever"
+            assert not ends or not self._forgets, "an end is kept for ever"

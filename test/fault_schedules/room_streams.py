@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
 
+from sgl_pipeline.disaggregation.room_messages import Ping
+
 # The address of a host that has no name.
 NO_HOST = "no host"
 _END = object()
@@ -20,8 +22,8 @@ class StreamEnd(Protocol):
     name: str
     rooms: Any
 
-    def arrive(self, call: Callable[[float], None]) -> None:
-        """Something has come."""
+    def arrive(self, call: Callable[[float], None], *, wakes: bool = True) -> None:
+        """Something has come; only what `wakes` the server is taken at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -153,4 +155,8 @@ class RoomStreams:
             stream.open_ends.discard(end)
             end.arrive(lambda at_s: end.rooms.disconnected(number, "it broke", at_s))
         else:
-            end.arrive(lambda at_s: end.rooms.take(number, message, at_s))
+            take = partial(self._take, end, number, message)
+            end.arrive(take, wakes=not isinstance(message, Ping))
+
+    def _take(self, end: StreamEnd, number: int, message: Any, at_s: float) -> None:
+        end.rooms.take(number, message, at_s)

@@ -1,15 +1,14 @@
 """Prefill and decode servers without processes: real schedulers and rooms, fake stages and streams.
 
 Stages hold what `stored_pipeline.py` says; those of a decode server read offered pages out of those
-of a prefill server, which assert that no step writes into what they offer. Streams between the
-schedulers delay, and where a test wants it lose and repeat, what they carry.
+of a prefill server, which assert that no step writes into what they offer. `test/fault_schedules`
+has servers whose workers and streams fail at any moment.
 """
 
 from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 from support.pipelines import make_request, new_scheduler
@@ -195,18 +194,6 @@ class RoomServer(StoredPipeline):
             for stage, layers in ((one, plan.layers_of(one)) for one in range(plan.num_stages))
         )
 
-    def regroup(self, layer_counts: tuple[int, ...]) -> None:
-        """All stages are lost, and as many as `layer_counts` has fill in."""
-        core = self.core
-        core.halt(range(core.plan.num_stages), "lost", self.now_s)
-        plan = StagePlan(core.plan.epoch + 1, layer_counts)
-        core.use_stages(plan, (NUM_LAYERS,) * plan.num_stages, self.now_s)
-        for stage in range(len(self.stages)):
-            self._network.pop(f"{self.name}/{stage}")
-        self._build()
-        self._incarnation += 1
-        self._send(core.start_over(self._incarnation, self._num_pages, self._log_pages))
-
     def move_layers(self, layer_counts: tuple[int, ...]) -> None:
         """Layers move between the same number of stages, as in a move past its switch; nothing is
         in flight and transfers are held (`core.is_held`)."""
@@ -234,13 +221,13 @@ class RoomServer(StoredPipeline):
 
 @dataclass
 class Stream:
-    """One session: what is on its way to either end, each with the moment when it arrives."""
+    """One session, and what is on its way to either end."""
 
     decode: "DecodeServer"
     prefill: "PrefillServer"
     number: int
-    to_prefill: deque[tuple[float, Any]] = field(default_factory=deque)
-    to_decode: deque[tuple[float, Any]] = field(default_factory=deque)
+    to_prefill: deque[Any] = field(default_factory=deque)
+    to_decode: deque[Any] = field(default_factory=deque)
     is_cut: bool = False
 
 
@@ -282,23 +269,10 @@ def room_request(
 
 
 class RoomWorld:
-    """Servers, streams between them, and the time.
+    """Servers, streams between them, and the time."""
 
-    Args:
-        loss: the share of messages that streams lose, or carry twice.
-        delays_s: how long a message takes.
-    """
-
-    def __init__(
-        self,
-        random: Random,
-        limits: RoomLimits,
-        *,
-        loss: float = 0.0,
-        delays_s: Sequence[float] = (0.0,),
-    ) -> None:
-        self._delays_s = delays_s
-        self.random, self.limits, self.loss = random, limits, loss
+    def __init__(self, limits: RoomLimits) -> None:
+        self.limits = limits
         self.now_s = 0.0
         self.network: Network = {}
         self.servers: list[PrefillServer | DecodeServer] = []
@@ -307,7 +281,6 @@ class RoomWorld:
         self._next_session = 0
         self._next_room = 0
         self.unreachable: set[str] = set()
-        self.num_faults = 0  # messages lost or repeated
 
     def add(
         self,
@@ -408,22 +381,15 @@ class RoomWorld:
         for stream in self.streams:
             if stream.number == session and not stream.is_cut:
                 lane = stream.to_prefill if server is stream.decode else stream.to_decode
-                due_s = max(self.now_s, lane[-1][0] if lane else 0.0)
-                due_s += self.random.choice(self._delays_s)
-                copies = 1
-                if self.random.random() < self.loss:
-                    copies = self.random.choice((0, 2))
-                    self.num_faults += 1
-                lane.extend([(due_s, message)] * copies)
+                lane.append(message)
 
     def _deliver(self, stream: Stream, server: RoomServer) -> None:
         """What has come to `server`; a cut is noticed behind it."""
         is_decode = server is stream.decode
         lane = stream.to_decode if is_decode else stream.to_prefill
-        while lane and lane[0][0] <= self.now_s:
-            _, message = lane.popleft()
-            server.rooms.take(stream.number, message, self.now_s)  # type: ignore[attr-defined]
-        if stream.is_cut and not lane:
+        while lane:
+            server.rooms.take(stream.number, lane.popleft(), self.now_s)  # type: ignore[attr-defined]
+        if stream.is_cut:
             server.rooms.disconnected(stream.number, "cut", self.now_s)  # type: ignore[attr-defined]
             if stream in self.cuts_noticed:
                 self.streams.remove(stream)
@@ -479,7 +445,7 @@ class RoomWorld:
                 else:
                     assert len(request.output_ids) == request.stops.max_new_tokens
             server.check_end()
-            if not self.num_faults and isinstance(server, PrefillServer):
+            if isinstance(server, PrefillServer):
                 assert not server.rooms._halves.wanted, "rooms without a request"
             server.tier.use(None, RULES)  # pages may be on their way to a store
             pages = server.core.scheduler._pages
