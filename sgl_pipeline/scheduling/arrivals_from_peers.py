@@ -97,7 +97,7 @@ class ArrivalsFromPeers:
         hashes = prefix_hashes(path, self._storage.page_size)[:num_pages]
         arrival = self._held[request]
         self._drop_wish(arrival)
-        self._unpromise(request)  # an earlier load is over, which must not be in the way of this one
+        self._unpromise(request)  # an earlier load must not be in the way of this one
         arrival.source, arrival.num_pages, arrival.is_loading = source, len(hashes), False
         records = [PageRecord(page_hash, (), b"") for page_hash in hashes]
         arrival.wish = Wish(request, math.inf, records=records, source=source)
