@@ -8,19 +8,21 @@ that memory is short and layers move answers all requests.
 
 import zlib
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 
-from fault_schedules.fake_front import Client, FakeFront
+from fault_schedules.disaggregated_outcome import DisaggregatedOutcome, counts_of
+from fault_schedules.fake_front import FakeFront
 from fault_schedules.fake_offers import FakePeers, PeerTempo
 from fault_schedules.fake_transfers import FakeStores
 from fault_schedules.faulty_store import RightPages
 from fault_schedules.random_args import random_args
-from fault_schedules.room_clients import Half, Pair, make_pairs
+from fault_schedules.room_clients import Half, make_pairs
 from fault_schedules.room_driver import RoomDriver
-from fault_schedules.room_errors import REFUSED, SERVER_DIED, is_its_own, name_of
+from fault_schedules.room_errors import REFUSED, SERVER_DIED, name_of
 from fault_schedules.room_streams import RoomStreams
+from fault_schedules.room_verdict import judge
 from fault_schedules.tier_driver import random_stores
 from fault_schedules.virtual_server import VirtualServer
 from fault_schedules.virtual_time import EventLoop
@@ -32,7 +34,6 @@ from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.managers.disaggregation.offering_stages import OfferingStages
-from sgl_pipeline.records.move_record import MoveOutcome
 
 MAX_EVENTS = 150_000
 MOST_PAIRS = 8
@@ -42,17 +43,6 @@ LONGEST_S = 400.0
 WATCH_S = 0.5
 CLEAN_SHARE = 0.15
 PATIENT_SHARE = 0.2
-# Within this time a server has met another one and told it of an end.
-HEARSAY_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class DisaggregatedOutcome:
-    """A run that held. `digest` is over all that happened: equal runs have equal ones."""
-
-    seed: int
-    digest: int
-    counts: Counter[str]
 
 
 def run_disaggregated_seed(seed: int) -> DisaggregatedOutcome:
@@ -135,7 +125,9 @@ class DisaggregatedWorld:
         for half in self._refused:
             assert half.client.ends == [REFUSED] and not half.client.tokens
         for pair in self._pairs:
-            self._judge(pair)
+            judge(pair, self._limits, is_joined=self._is_joined)
+        ends = [client.ends[0] for client in self._clients]
+        assert not self._is_clean or all(end.kind != "abort" for end in ends), "nothing went wrong"
         self._note([client.ends for client in self._clients])
         return DisaggregatedOutcome(self._seed, self._digest, self._counts())
 
@@ -317,35 +309,6 @@ class DisaggregatedWorld:
         rooms = [one.rooms for one in self._servers.values() if not one.has_ended]
         return all(one is not None and one.rooms.num_rooms == 0 for one in rooms)
 
-    def _judge(self, pair: Pair) -> None:
-        """No tokens come of a prompt that was not computed, and the end of a half ends the other
-        one."""
-        for half in pair.halves:
-            finish = half.client.ends[0]
-            assert finish.kind != "abort" or not self._is_clean, f"nothing went wrong, but {finish}"
-        if pair.prefill is None or pair.decode is None or not pair.is_alone:
-            return
-        first, second = pair.prefill.client, pair.decode.client
-        falls_back, has_tokens = self._limits.falls_back, second.ends[0].kind != "abort"
-        assert first.ends[0].kind != "abort" or not has_tokens or falls_back, "whose prompt is it?"
-        if self._is_joined and not (falls_back and has_tokens):
-            self._check_told(first, second)
-            self._check_told(second, first)
-
-    def _check_told(self, one: Client, other: Client) -> None:
-        """Asserts that `other` has ended as `one` has, unless it ended before it could know, came
-        when that was forgotten, or has a reason of its own."""
-        end, other_end = one.ends[0], other.ends[0]
-        could_know = one.ended_s + HEARSAY_S < other.ended_s
-        comes_s = other.request.arrival_s + other.compile_s
-        remembers = comes_s < one.ended_s + self._limits.bootstrap_timeout_s - HEARSAY_S
-        if end.kind == "abort" and could_know and remembers:
-            is_same = (end.message, end.status_code or 500) == (
-                other_end.message,
-                other_end.status_code or 500,
-            )
-            assert is_same or is_its_own(other_end), f"{end} here, and {other_end} there"
-
     def _counts(self) -> Counter[str]:
         counts: Counter[str] = Counter(
             deaths=self._num_deaths,
@@ -361,25 +324,5 @@ class DisaggregatedWorld:
         counts.update(name_of(end) for end in ends if end.kind == "abort")
         for server in self._all_servers:
             if server.rooms is not None:
-                counts += _counts_of(server)
+                counts += counts_of(server)
         return counts
-
-
-def _counts_of(server: VirtualServer) -> Counter[str]:
-    """What has happened on one server."""
-    assert server.core is not None and server.recovery is not None and server.rooms is not None
-    scheduler, rooms = server.core.scheduler, server.rooms.rooms.counts
-    moves = [one.outcome for one in server.core.migration.history]
-    return Counter(
-        steps=scheduler.next_step_id,
-        retractions=scheduler.num_retractions,
-        moves=moves.count(MoveOutcome.DONE),
-        lost_workers=len(server.pool.lost),
-        recoveries=sum(not one.is_planned for one in server.recovery.history),
-        handovers=sum(one.is_planned for one in server.recovery.history),
-        transferred=rooms.num_transferred,
-        bootstrap_failed=rooms.num_bootstrap_failed,
-        transfer_failed=rooms.num_transfer_failed,
-        computed_here=rooms.num_computed_here,
-        stores=server.tier is not None,
-    )
