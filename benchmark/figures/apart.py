@@ -97,7 +97,8 @@ def apart(
     link: PeerLink = NVLINK,
     extra_steps: int = 0,
 ) -> Disaggregation:
-    """Prefill and decode servers, the stages of each, and more steps in flight on the latter."""
+    """Prefill and decode servers, the stages of each, and more steps in flight on the latter. A
+    prompt is loaded as soon as it fits, as by vLLM, on which Adrenaline is built."""
     return Disaggregation(
         prefill=cluster(stages[0]),
         decode=cluster(stages[1]),
@@ -106,6 +107,7 @@ def apart(
         num_decodes=servers[1],
         prefill_policy=PREFILL_POLICY,
         extra_decode_steps=extra_steps,
+        reserved_tokens=0,
         offload=offload,
     )
 

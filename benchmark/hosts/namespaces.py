@@ -1,8 +1,9 @@
 """Hosts on one machine: a network namespace each, joined by cables of any speed, delay and loss.
 
 `with hosts(2) as network:` gives two hosts that reach each other, and the caller them, over
-`switch.py` alone. Needs root, iproute2 and /dev/net/tun; `why_no_hosts` says what is missing.
-Names hold the process id of their maker, so what a killed one has left is found and removed.
+`switch.py` alone, or over `bridge.py`. Needs root, iproute2 and /dev/net/tun; `why_no_hosts` says
+what is missing. Names hold the process id of their maker, so what a killed one has left is found
+and removed.
 """
 
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from benchmark.hosts.bridge import add_bridge, add_port, ip, remove_bridge, remove_left_bridges
 from benchmark.hosts.switch import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +103,8 @@ class Host:
 
 @dataclass
 class Network:
-    """The hosts and the switch between them; the caller is port 0, with `address`."""
+    """The hosts and the switch between them, unless they are bridged; the caller is port 0, with
+    `address`."""
 
     address: str
     hosts: list[Host] = field(default_factory=list)
@@ -120,9 +123,16 @@ class Network:
 
 @contextmanager
 def hosts(
-    count: int, *, cores: Sequence[Sequence[int]] = (), clock_offsets_s: Sequence[float] = ()
+    count: int,
+    *,
+    cores: Sequence[Sequence[int]] = (),
+    clock_offsets_s: Sequence[float] = (),
+    is_bridged: bool = False,
 ) -> Iterator[Network]:
     """`count` hosts with cables that take no time. All that runs on them is killed at the end.
+
+    Args:
+        is_bridged: the kernel joins them, and their cables cannot be set.
 
     Raises RuntimeError where `why_no_hosts` has a reason.
     """
@@ -135,7 +145,12 @@ def hosts(
         try:
             serials = [next(_serials) for _ in range(count + 1)]
             taps = [f"sglp{os.getpid()}.{serial}" for serial in serials]
-            network.switch = _start_switch(taps)
+            if is_bridged:
+                add_bridge(taps[0])
+                for tap in taps[1:]:
+                    add_port(taps[0], tap)
+            else:
+                network.switch = _start_switch(taps)
             _address(taps[0], network.address, 0)
             for number in range(1, count + 1):
                 place = Path(directory, f"host{number}")
@@ -153,6 +168,8 @@ def hosts(
                 _join(host, taps[number])
             yield network
         finally:
+            if is_bridged:
+                remove_bridge(taps[0])
             for host in network.hosts:
                 _remove(host.namespace)
             if network.switch is not None:
@@ -161,8 +178,8 @@ def hosts(
 
 def remove_leftovers() -> list[str]:
     """Removes the hosts of processes that have ended without doing so; returns their names."""
-    left = []
-    for line in _ip("netns", "list").splitlines():
+    left = remove_left_bridges()
+    for line in ip("netns", "list").splitlines():
         found = _NAME.match(line)
         if found and not Path("/proc", found[1]).exists():
             _remove(found[0])
@@ -187,11 +204,11 @@ def _start_switch(taps: Sequence[str]) -> "subprocess.Popen[str]":
 
 def _join(host: Host, tap: str) -> None:
     """A namespace whose `eth0` is the far end of that device."""
-    _ip("netns", "add", host.namespace)
-    _ip("link", "set", tap, "netns", host.namespace)
+    ip("netns", "add", host.namespace)
+    ip("link", "set", tap, "netns", host.namespace)
     inside = ("-n", host.namespace)
-    _ip(*inside, "link", "set", tap, "name", "eth0")
-    _ip(*inside, "link", "set", "lo", "up")
+    ip(*inside, "link", "set", tap, "name", "eth0")
+    ip(*inside, "link", "set", "lo", "up")
     _address("eth0", host.address, host.number, *inside)
 
 
@@ -201,16 +218,16 @@ def _address(device: str, address: str, port: int, *inside: str) -> None:
         ("address", "add", f"{address}/24", "dev", device),
         ("link", "set", device, "address", mac, "txqueuelen", "10000", "up"),
     ):
-        _ip(*inside, *what)
+        ip(*inside, *what)
 
 
 def _remove(namespace: str) -> None:
     _kill_all_of(namespace)
-    _ip("netns", "delete", namespace)
+    ip("netns", "delete", namespace)
 
 
 def _kill_all_of(namespace: str) -> None:
-    while pids := _ip("netns", "pids", namespace).split():
+    while pids := ip("netns", "pids", namespace).split():
         for pid in pids:
             try:
                 os.kill(int(pid), signal.SIGKILL)
@@ -228,12 +245,8 @@ def _reap(pid: int) -> None:
 
 def _free_subnet() -> str:
     """The first three bytes of addresses that no device of the machine has."""
-    taken = _ip("-o", "-4", "address")
+    taken = ip("-o", "-4", "address")
     for number in range(os.getpid(), os.getpid() + 256):
         if f" {_SUBNETS}.{number % 256}." not in taken:
             return f"{_SUBNETS}.{number % 256}"
     raise RuntimeError("256 other networks of hosts are there already")
-
-
-def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], text=True, capture_output=True, check=True).stdout

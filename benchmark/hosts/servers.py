@@ -95,7 +95,7 @@ def _running(
             processes.append(host.start(*command, env=os.environ | environment, **options))
         try:
             url = f"http://{network.hosts[0].address}:{HTTP_PORT}"
-            _wait_until_ready(processes, url, log_path)
+            wait_until_ready(processes, url, log_path)
             yield url
         finally:
             for process in processes:
@@ -104,7 +104,9 @@ def _running(
                 process.wait(_STOP_TIMEOUT_S)
 
 
-def _wait_until_ready(processes: Sequence["subprocess.Popen[str]"], url: str, log: Path) -> None:
+def wait_until_ready(processes: Sequence["subprocess.Popen[str]"], url: str, log: Path) -> None:
+    """Returns when the server at `url` answers. Raises EngineFailure where one of its processes
+    has ended, or it takes too long."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(url):
         ended = any(process.poll() is not None for process in processes)

@@ -7,16 +7,18 @@ outcome; the clients trust nothing that the server says of itself.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import aiohttp
 
 from benchmark.robustness.soak_mix import (
+    DEPARTURES,
     OPTIONAL_FEATURES,
     PROBES,
     Ask,
+    Departure,
     RequestMix,
     probe,
     read_answer,
@@ -49,6 +51,9 @@ class SoakClients:
     Args:
         departing_share: of the requests, how many the client leaves before the end.
         ramp_s: seconds over which the clients come one after the other.
+        period_s: a client asks no sooner than this after it asked last, so that together they ask
+            at a steady rate.
+        departures: how those who depart do it, each as likely as another.
     """
 
     def __init__(
@@ -59,12 +64,16 @@ class SoakClients:
         departing_share: float,
         seed: int,
         ramp_s: float = 0.0,
+        period_s: float = 0.0,
+        departures: Sequence[Departure] = DEPARTURES,
     ) -> None:
         self._base_url = base_url
         self._num_clients = num_clients
         self._departing_share = departing_share
         self._seed = seed
         self._ramp_s = ramp_s
+        self._period_s = period_s
+        self._departures = departures
         self.tally = Tally()
         self.features: tuple[str, ...] = ()
 
@@ -82,7 +91,9 @@ class SoakClients:
         ) as session:
             self.features = await self._find_features(session)
             answers = {question: await self._answer_alone(session, question) for question in PROBES}
-            mix = RequestMix(self._seed, answers, self._departing_share, self.features)
+            mix = RequestMix(
+                self._seed, answers, self._departing_share, self.features, self._departures
+            )
             started_s = time.monotonic()
             clients = [
                 asyncio.create_task(
@@ -114,8 +125,10 @@ class SoakClients:
         starts_after_s: float,
         end_s: float,
     ) -> None:
-        await asyncio.sleep(starts_after_s)
-        while time.monotonic() < end_s:
+        due_s = time.monotonic() + starts_after_s
+        while max(due_s, time.monotonic()) < end_s:
+            await asyncio.sleep(due_s - time.monotonic())
+            due_s = time.monotonic() + self._period_s
             ask = mix.draw()
             try:
                 if ask.departure == "leaves":

@@ -6,7 +6,7 @@ Drawn by `soak.py` from a seed, so that a run can be asked again. Knows the wire
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ OPTIONAL_FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 Departure = Literal["stays", "leaves", "aborts"]
+DEPARTURES: tuple[Departure, ...] = ("leaves", "leaves", "leaves", "aborts")
 _WORDS = "the dog ran home and a small bird sang in one old tree near my green house".split()
 _NUM_SHARED_PREFIXES = 12
 _LONGEST_WAIT_S = 4.0
@@ -58,6 +59,7 @@ class RequestMix:
         known_answers: to each of PROBES.
         departing_share: of the requests, how many the client leaves before the end.
         features: those of OPTIONAL_FEATURES that the server has.
+        departures: how those who depart do it, each as likely as another.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class RequestMix:
         known_answers: Mapping[str, str],
         departing_share: float,
         features: Iterable[str] = (),
+        departures: Sequence[Departure] = DEPARTURES,
     ) -> None:
         self._random = random.Random(seed)
         self._known_answers = dict(known_answers)
         self._departing_share = departing_share
         self._features = tuple(features)
+        self._departures = departures
         self._prefixes = [self._words(length) for length in range(1, _NUM_SHARED_PREFIXES * 9, 9)]
         self._num_drawn = 0
 
@@ -86,7 +90,7 @@ class RequestMix:
         num_answers = chance.choice((1, 1, 1, 1, 2, 3))
         departure: Departure = "stays"
         if chance.random() < self._departing_share:
-            departure = chance.choice(("leaves", "leaves", "leaves", "aborts"))
+            departure = chance.choice(self._departures)
         body = self._generate_body(num_answers) if path == GENERATE else self._openai_body(path)
         if path != GENERATE:
             body["n"] = num_answers

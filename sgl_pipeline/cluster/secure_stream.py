@@ -33,6 +33,7 @@ class SecureStream:
             connection, server_side=is_server, do_handshake_on_connect=False
         )
         self._is_open = False
+        self._ending: StreamClosed | None = None
 
     def fileno(self) -> int:
         return self._tls.fileno()
@@ -54,19 +55,26 @@ class SecureStream:
         """Reads what has arrived, as far as there is room; how many bytes that were. Nothing can be
         read before the file descriptor can when it was less than there is room for.
 
-        Raises StreamClosed.
+        Raises StreamClosed; for the end of the connection only when all that arrived before it has
+        been read, and the descriptor stays readable until then.
         """
         num_read = 0
-        try:
-            while num_read < len(room):
+        while num_read < len(room) and self._ending is None:
+            try:
                 count = self._tls.recv_into(room[num_read:])
-                if count == 0:
-                    raise StreamClosed("the other end has closed the connection")
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            except ssl.SSLError as error:
+                raise StreamClosed(reason_of(error)) from error
+            except OSError as error:
+                self._ending = StreamClosed(reason_of(error))
+                self._ending.__cause__ = error
+            else:
                 num_read += count
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            pass
-        except OSError as error:
-            raise StreamClosed(reason_of(error)) from error
+                if count == 0:
+                    self._ending = StreamClosed("the other end has closed the connection")
+        if self._ending is not None and num_read == 0:
+            raise self._ending
         return num_read
 
     def write(self, data: memoryview) -> int:

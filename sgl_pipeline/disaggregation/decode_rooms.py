@@ -228,11 +228,19 @@ class DecodeRooms:
                 continue
             if self._arrivals.has_all(request):
                 del self._rooms[room.number]
-                self.counts.note_transfer(now_s - (room.ready_s or now_s))
+                self._note_transfer(room, now_s)
                 self._arrivals.let_go(request)
                 self._servers.send(room.peer, Got(room.number))
             else:
                 self._retry_later(room, now_s)
+
+    def _note_transfer(self, room: _Room, now_s: float) -> None:
+        ready_s = now_s if room.ready_s is None else room.ready_s
+        first_load_s = self._arrivals.first_load_s(room.request)
+        if first_load_s is None:
+            first_load_s = now_s  # there was nothing to load
+        bootstrap_s, alloc_s = ready_s - room.opened_s, first_load_s - ready_s
+        self.counts.note_transfer(now_s - ready_s, bootstrap_s, alloc_s)
 
     def _retry_later(self, room: _Room, now_s: float) -> None:
         loaded = self._arrivals.pages_here(room.request)

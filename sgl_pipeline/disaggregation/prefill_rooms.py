@@ -35,6 +35,9 @@ from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerStage
 
+# How long pages are kept that no decode server has asked for, where other requests need the room.
+# It asks as soon as its half has come, and its grammar, or after a dial of a few seconds.
+UNWANTED_S = 5.0
 _TICK_S = 0.1
 
 
@@ -53,10 +56,18 @@ class _Room:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """A decode server; until `is_known` it has not said who it is."""
+    """A decode server. Until `is_known` it has not said who it is, or it `is_rejected`: then it can
+    end rooms and do nothing else."""
 
     heartbeat: Heartbeat
     is_known: bool = False
+    is_rejected: bool = False
+
+    def may_say(self, message: FromDecode) -> bool:
+        """True if this is the moment for the message."""
+        if isinstance(message, PeerHello):
+            return True
+        return self.is_known or (self.is_rejected and isinstance(message, Got | End))
 
 
 class PrefillRooms:
@@ -141,10 +152,10 @@ class PrefillRooms:
         if known is None:
             return
         known.heartbeat.heard(now_s)
-        if isinstance(message, PeerHello):
-            self._greet(session, known, message)
-        elif not known.is_known:
+        if not known.may_say(message):
             self._reject(session, "it has not said who it is")
+        elif isinstance(message, PeerHello):
+            self._greet(session, known, message)
         elif isinstance(message, Want):
             self._want(session, message.room, now_s)
         elif isinstance(message, Got):
@@ -160,6 +171,7 @@ class PrefillRooms:
             return
         self._next_tick_s = now_s + _TICK_S
         self._end_late(now_s)
+        self._make_room(now_s)
         for number, session in [*self._sessions.items()]:
             if session.heartbeat.is_dead(now_s):
                 self.closing.append(number)
@@ -190,6 +202,7 @@ class PrefillRooms:
     def _greet(self, session: int, known: _Session, hello: PeerHello) -> None:
         refusal = self._identity.refusal(hello)
         if refusal is not None:
+            known.is_rejected = True
             self._reject(session, refusal)
             return
         known.is_known = True
@@ -301,6 +314,26 @@ class PrefillRooms:
         for number, session in self._halves.forget_old(now_s):
             reason = f"the prefill server has got no request of the room for {patience_s:g} s"
             self._note_failure(number, session, reason, 503, now_s)
+
+    def _make_room(self, now_s: float) -> None:
+        """Ends held rooms that no decode server has asked for, the earliest first, while they keep
+        requests from being admitted. Their pages stay cached until they are evicted."""
+        scheduler, held = self._scheduler, self._held
+        is_blocked = held.is_full or self._tier.is_starved
+        if not is_blocked or not scheduler.num_waiting or scheduler.pausing.is_paused:
+            return
+        unwanted = [
+            (room.held_s, number)
+            for number, room in self._rooms.items()
+            if room.session is None and room.held_s is not None
+        ]
+        for held_s, number in sorted(unwanted):
+            if now_s - held_s < UNWANTED_S:
+                return
+            waited = f"no decode server had asked for the room for {UNWANTED_S:g} s"
+            self._fail(number, f"other requests needed the pages, and {waited}", 503, now_s)
+            if not held.is_full:
+                return  # whether the first request fits now is known after the next step
 
     def _fail(
         self, number: int, reason: str, status: int, now_s: float, *, tells: bool = True

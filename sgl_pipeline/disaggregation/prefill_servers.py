@@ -1,7 +1,8 @@
 """The prefill servers that a decode server knows: dialed while a room needs one, greeted, watched.
 
 A server that cannot be reached, hangs or refuses loses its rooms. Ends of rooms are said again in
-the next session, because those that were sent last in a stream that broke may not have arrived.
+the next session, because those that were sent last in a stream that broke may not have arrived; a
+server that refuses hears them before the session is closed.
 """
 
 from collections import deque
@@ -156,6 +157,8 @@ class PrefillServers:
             self._meet(address, peer, message, now_s)
         elif isinstance(message, PeerRejected):
             self._give_up(address, message.reason, 500, now_s)
+            # The last messages of the session: no later one will get further.
+            self.outbox.extend((session, end) for _, end in peer.ends)
             peer.ends.clear()
         elif isinstance(message, Ready | End):
             return address, message

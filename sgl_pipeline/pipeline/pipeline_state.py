@@ -69,26 +69,38 @@ class RoomsState(msgspec.Struct, frozen=True, kw_only=True):
 
     `bootstrap_requests` have no prompt that can be read: on a prefill server no decode server has
     asked for them, on a decode server the prompt is being computed. `transfer_requests` have one
-    that is being read, or waits for room. On a prefill server `held_pages` are held for transfer,
-    on a decode server `promised_pages` are being filled. All else is since the start: rooms that
-    ended well after a sum of `transfer_s`, and that failed before or while their prompts were
-    read; of these `computed_here`; pages, bytes and busy seconds of all stages that loaded them.
+    that is being read, or waits for room. On a prefill server `wanted_requests` are all that a
+    decode server waits for or reads, and `held_pages` are held for transfer; on a decode server
+    `promised_pages` are being filled, and `pending_pages` wait for room. All else is since the
+    start: rooms that ended well after a sum of `transfer_s`, and that failed before or while their
+    prompts were read; of these `computed_here`; pages, bytes and busy seconds of all stages that
+    loaded them. On a decode server `bootstrap_s` sums the seconds until the prompts of the rooms
+    that ended well could be read, `alloc_s` those, of `transfer_s`, until their loads began.
     """
 
     mode: Literal["prefill", "decode"]
     num_peers: int
     bootstrap_requests: int
     transfer_requests: int
+    wanted_requests: int = 0
     held_pages: int = 0
     promised_pages: int = 0
+    pending_pages: int = 0
     transferred: int = 0
     transfer_s: float = 0.0
+    bootstrap_s: float = 0.0
+    alloc_s: float = 0.0
     bootstrap_failed: int = 0
     transfer_failed: int = 0
     computed_here: int = 0
     loaded_pages: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
+
+    @property
+    def mean_transfer_ms(self) -> float:
+        """Mean milliseconds of a transfer since the start; 0 before the first."""
+        return 1e3 * self.transfer_s / self.transferred if self.transferred else 0.0
 
 
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):

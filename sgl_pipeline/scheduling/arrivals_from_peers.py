@@ -20,13 +20,21 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(slots=True, eq=False)
 class _Arrival:
-    """A held request. `wish` asks for its pages; None until they can be read. `is_loading`: an
-    order to load some of them is under way."""
+    """A held request. `wish` asks for its pages; None until they can be read: then `num_lacking` of
+    `num_pages` were not cached. `is_loading`: an order to load some of them is under way; the first
+    was given at `first_load_s`."""
 
     source: str = ""
     wish: Wish | None = None
     num_pages: int = 0
+    num_lacking: int = 0
     is_loading: bool = False
+    first_load_s: float | None = None
+
+    @property
+    def waits_for_room(self) -> bool:
+        """True if its pages can be read, and are not on their way."""
+        return self.wish is not None and not self.is_loading
 
 
 @dataclass(slots=True)
@@ -101,7 +109,8 @@ class ArrivalsFromPeers:
         arrival.source, arrival.num_pages, arrival.is_loading = source, len(hashes), False
         records = [PageRecord(page_hash, (), b"") for page_hash in hashes]
         arrival.wish = Wish(request, math.inf, records=records, source=source)
-        if not self._lacks_any(request, arrival):
+        arrival.num_lacking = arrival.num_pages - self._pages_here(request, arrival)
+        if not arrival.num_lacking:
             self.covered(request)
             return
         self._wishes.put_back(arrival.wish)
@@ -124,9 +133,12 @@ class ArrivalsFromPeers:
 
     # What `PageLoads` reports
 
-    def load_begins(self, request: Request) -> None:
+    def load_begins(self, request: Request, now_s: float) -> None:
         """A load of pages that `request` lacks is ordered."""
-        self._held[request].is_loading = True
+        arrival = self._held[request]
+        arrival.is_loading = True
+        if arrival.first_load_s is None:
+            arrival.first_load_s = now_s
         self._promise(request)
 
     def covered(self, request: Request) -> None:
@@ -161,6 +173,11 @@ class ArrivalsFromPeers:
         """Pages of the held `request` that were found and are cached."""
         return self._pages_here(request, self._held[request])
 
+    def first_load_s(self, request: Request) -> float | None:
+        """The moment at which a load for the held `request` was first ordered; None if none was."""
+        arrival = self._held.get(request)
+        return None if arrival is None else arrival.first_load_s
+
     def room_beside(self, num_available: int) -> int:
         """Pages for new loads, of `num_available` that are free or evictable: each request that
         runs or loads may still grow, and one that loads lacks the end of its prompt. All while
@@ -190,7 +207,12 @@ class ArrivalsFromPeers:
     @property
     def num_found(self) -> int:
         """Requests whose pages can be read, and wait for room."""
-        return sum(one.wish is not None and not one.is_loading for one in self._held.values())
+        return sum(one.waits_for_room for one in self._held.values())
+
+    @property
+    def num_pending_pages(self) -> int:
+        """Pages of these requests that were not cached when they were found."""
+        return sum(one.num_lacking for one in self._held.values() if one.waits_for_room)
 
     def progress(self, request: Request) -> str | None:
         """Says in words what the held `request` waits for; None if it is not held."""

@@ -240,6 +240,11 @@ class KvTier:
         if self._starves_since_s is None:
             self._starves_since_s = now_s
 
+    @property
+    def is_starved(self) -> bool:
+        """True if this was so when a step was last looked for."""
+        return self._starves_since_s is not None
+
     def runs(self) -> None:
         """Notes that a step begins."""
         self._starves_since_s = None

@@ -34,7 +34,7 @@ class LoadMeter:
         self._tier = tier
 
     def read(
-        self, accounting: Accounting, total_pages: int, step_times: StepTimes | None, now_s: float
+        self, accounting: Accounting, step_times: StepTimes | None, now_s: float
     ) -> PipelineLoad:
         """The load now, its tokens and pages counted by `accounting`; `now_s` is the clock of
         `Request.arrival_s`, in seconds."""
@@ -57,7 +57,7 @@ class LoadMeter:
             reserved_pages=self._decode_reserve.pages(
                 running.remaining_output_tokens + self._tier.arrivals.promised_output_tokens
             ),
-            total_pages=total_pages,
+            total_pages=pages.num_pages,
             steps_in_flight=len(self._in_flight),
             waiting_attended_tokens=self._waiting.attended_to_compute(accounting)
             + unscheduled_attended,

@@ -147,7 +147,7 @@ class PageLoads:
                 break
             is_owed = bool(owed) and not owed.isdisjoint(self._storage.pages_of(match))
             if wish.source:
-                load = self._start_from_peer(wish, match, is_owed=is_owed)
+                load = self._start_from_peer(wish, match, now_s, is_owed=is_owed)
             else:
                 load = None
                 if is_owed:
@@ -297,7 +297,9 @@ class PageLoads:
         num_missing = self._pages.missing_pages(wish.request, path)
         return num_missing <= self._arrivals.room_beside(num_available)
 
-    def _start_from_peer(self, wish: Wish, match: RadixNode, *, is_owed: bool) -> PageLoad | None:
+    def _start_from_peer(
+        self, wish: Wish, match: RadixNode, now_s: float, *, is_owed: bool
+    ) -> PageLoad | None:
         """Begins the load of all that `wish` lacks, if that is anything.
 
         Args:
@@ -310,7 +312,7 @@ class PageLoads:
         if not records:
             self._arrivals.covered(wish.request)
             return None
-        self._arrivals.load_begins(wish.request)
+        self._arrivals.load_begins(wish.request, now_s)
         return self._claim(wish, match, records)
 
     def _has_parked(self, load: PageLoad) -> bool:

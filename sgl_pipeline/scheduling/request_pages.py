@@ -177,21 +177,29 @@ class RequestPages:
         self._released.append(request)
         return insertion.node
 
-    # Pages that a load fills
+    # Pages out of use, or that a load fills
+
+    def take_out(self, num_pages: int) -> list[int]:
+        """Takes `num_pages` available pages out of use."""
+        self._pool.free(self._storage.evict(num_pages - self._pool.num_free))
+        self._num_lent += num_pages
+        return self._pool.allocate(num_pages)
+
+    def put_back(self, pages: list[int]) -> None:
+        """Takes back pages of `take_out`; what they hold is of no use."""
+        self._pool.free(pages)
+        self._num_lent -= len(pages)
 
     def lend(self, match: RadixNode, num_pages: int) -> list[int]:
         """Takes `num_pages` available pages out of use, to be filled behind the cached `match`,
         which stays cached meanwhile."""
         self._storage.lock(match)
-        self._pool.free(self._storage.evict(num_pages - self._pool.num_free))
-        self._num_lent += num_pages
-        return self._pool.allocate(num_pages)
+        return self.take_out(num_pages)
 
     def take_back(self, match: RadixNode, pages: list[int]) -> None:
         """Takes back pages that `lend` gave out for `match`; what they hold is of no use."""
         self._storage.unlock(match)
-        self._pool.free(pages)
-        self._num_lent -= len(pages)
+        self.put_back(pages)
 
     def cache_loaded(
         self,

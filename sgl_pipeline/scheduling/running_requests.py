@@ -5,7 +5,7 @@ Others read its sets; only its methods change them. It never changes a request.
 
 from collections.abc import Iterator
 
-from sgl_pipeline.requests import Request
+from sgl_pipeline.requests import Request, RequestState
 
 
 class RunningRequests:
@@ -70,6 +70,12 @@ class RunningRequests:
 
     def check_invariants(self) -> None:
         """Asserts what must hold between two steps; for tests."""
+        for request in self:
+            assert request.state is RequestState.RUNNING
+            assert request.loaded_tokens <= request.cached_tokens
+            assert request.num_computed <= request.num_scheduled <= request.num_tokens
+            if request.logprobs is not None:
+                assert request.num_computed <= request.first_logits_position
         assert all(request.is_prefilling for request in self.prefilling)
         for request in self.decoding:
             assert request.steps_in_flight == (request not in self.ready)

@@ -13,10 +13,7 @@ steps. One step, from the arrival of its requests to its tokens:
                       while chunks are empty, no step is in flight and several requests run:
                                retract the last of them, decide again
                       return chunks, released pages, and pages to compute again, as a Microbatch
-    on_result:        for each chunk of the oldest step:
-                               make a prefill's pages matchable; after its last chunk, and for a
-                               decode, append the token and apply the stop rules: the request
-                               ends and releases its pages, or is ready for its next decode
+    on_result:        book the oldest step on its requests (`step_results.py`)
 """
 
 from collections.abc import Sequence
@@ -30,10 +27,8 @@ from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
-from sgl_pipeline.scheduling.kept_pages import KeptPages
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
-from sgl_pipeline.scheduling.logprob_rows import keep_logprobs
 from sgl_pipeline.scheduling.lost_pages import LostPages
 from sgl_pipeline.scheduling.outlook import Outlook
 from sgl_pipeline.scheduling.page_pool import PagePool
@@ -46,8 +41,8 @@ from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.step_results import StepResults
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
-from sgl_pipeline.scheduling.stop_rules import finish_reason
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget, limit_decodes
@@ -60,8 +55,8 @@ class StepScheduler:
     prefilling one may have consecutive chunks in several. Pages of a step in flight are never freed
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
-    `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store,
-    `kept_pages` keeps them for others.
+    `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store, and
+    for other servers.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -83,14 +78,12 @@ class StepScheduler:
         self.args = args
         self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self.use_policy(policy, args.accounting)
-        self._num_pages = num_pages
         self._in_flight = StepsInFlight(num_stages + args.extra_steps_in_flight)
 
         tree = RadixTree(args.page_size, enabled=args.radix_cache)
         demand = RadixDemand(tree)
         storage = RadixStorage(tree, demand)
         self._pages = RequestPages(PagePool(num_pages), storage, demand)
-        self.kept_pages = KeptPages(tree, demand, storage, self._pages)
         self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills)
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
@@ -112,14 +105,11 @@ class StepScheduler:
         )
         self._now_s = 0.0
         self._decode_reserve = DecodeReserve(args.page_size, self._in_flight.limit)
+        reserve = self._decode_reserve
         self._meter = LoadMeter(
-            self._waiting,
-            self._running,
-            self._pages,
-            self._in_flight,
-            self._decode_reserve,
-            self.tier,
+            self._waiting, self._running, self._pages, self._in_flight, reserve, self.tier
         )
+        self._results = StepResults(self._in_flight, self._running, self._pages, self._finish)
         self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
         self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
         self._requests: dict[str, Request] = {}
@@ -239,45 +229,9 @@ class StepScheduler:
         Raises ProtocolError when it is another step's turn or the number of tokens or rows is
         wrong.
         """
-        microbatch = self._in_flight.take_result(step_id, token_ids, logprobs)
-        drawn, rows = iter(token_ids), iter(logprobs)
-        events = []
-        for chunk in microbatch.chunks:
-            new_ids = (next(drawn),) if chunk.samples else ()
-            if chunk.request.logprobs is not None:
-                keep_logprobs(chunk, next(rows))
-            event = self._book(chunk, new_ids, now_s)
-            if event is not None:
-                events.append(event)
+        events = self._results.take(step_id, token_ids, now_s, logprobs)
         self.pausing.retract_if_asked()
         return events
-
-    def _book(self, chunk: Chunk, new_ids: tuple[int, ...], now_s: float) -> TokenEvent | None:
-        """The commit fence: the pages that `chunk` wrote are now on every stage, and its token is
-        known."""
-        request = chunk.request
-        request.steps_in_flight -= 1
-        request.num_computed = chunk.end
-        if request.state is RequestState.FINISHED:
-            if request.steps_in_flight == 0:
-                self._pages.release(request)
-            return None
-        if not chunk.is_decode:
-            self._pages.commit(request)
-            if chunk.end < request.prefill_end:
-                return None
-            self._pages.end_prefill(request)
-        if request.first_token_s is None:
-            request.first_token_s = now_s
-        if request.stops.max_new_tokens == 0:
-            new_ids = ()
-        request.output_ids += new_ids
-        finish = finish_reason(request)
-        if finish is None:
-            self._running.make_ready(request)
-        else:
-            self._finish(request, finish)
-        return TokenEvent(request, new_ids, finish)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         was_running = request.state is RequestState.RUNNING
@@ -317,10 +271,9 @@ class StepScheduler:
         """
         if self.lost_pages.log is not None:
             self.lost_pages.log.use_capacity(log_pages)
-        if num_pages == self._num_pages:
+        if num_pages == self._pages.num_pages:
             return []
         self._pages.resize(num_pages)
-        self._num_pages = num_pages
         pool_tokens = num_pages * self.args.page_size
         self.limits = self._arrivals.limits = self.limits.with_pool(pool_tokens)
         refused = [(one, self.limits.refusal(one)) for one in self.requests()]
@@ -338,7 +291,7 @@ class StepScheduler:
 
     def load(self, accounting: Accounting = ACCOUNTINGS["radix"]) -> PipelineLoad:
         """The state of the whole system: as it is, or as `accounting` counts it for a policy."""
-        return self._meter.read(accounting, self._num_pages, self.step_times, self._now_s)
+        return self._meter.read(accounting, self.step_times, self._now_s)
 
     def explain(self, request_id: str) -> Explanation | None:
         """Explains what the request waits for now; None if it is not (or no longer) served."""
@@ -425,12 +378,7 @@ class StepScheduler:
         self._pages.check_conservation()
         assert len(self._requests) == len(self._waiting) + len(self._running)
         for request in self._running:
-            assert request.state is RequestState.RUNNING
-            assert request.loaded_tokens <= request.cached_tokens
-            assert request.num_computed <= request.num_scheduled <= request.num_tokens
             assert self._pages.pages_for(request.num_scheduled) <= len(request.pages)
-            if request.logprobs is not None:
-                assert request.num_computed <= request.first_logits_position
         for microbatch in self._in_flight:
             for chunk in microbatch.chunks:
                 assert len(chunk.request.pages) >= self._pages.pages_for(chunk.end)

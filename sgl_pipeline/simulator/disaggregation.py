@@ -1,38 +1,37 @@
 """One simulated run of several pipelines from names: mixed ones behind a router, or prefill and
 decode apart, with attention offload or without. As `experiment.py` for one pipeline."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs, require
+from sgl_pipeline.disaggregation.prefill_servers import MOST_PEERS
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.disaggregated_fleet import (
-    DecodeServer,
-    DisaggregatedFleet,
-    OffloadRule,
-    PrefillServer,
-)
+from sgl_pipeline.simulator.disaggregated_fleet import DisaggregatedFleet
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.fleet import MixedFleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
-from sgl_pipeline.simulator.peer_pages import PeerLink, PeerPages, peer_rules
+from sgl_pipeline.simulator.peer_pages import OfferedPages, PeerLink, PeerReads
 from sgl_pipeline.simulator.remote_attention import LocalAttention, RemoteAttention
+from sgl_pipeline.simulator.room_servers import LIMITS, DecodeServer, PrefillServer
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
-from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
-from sgl_pipeline.simulator.virtual_store import SIMULATED_PLACE
+from sgl_pipeline.simulator.virtual_offload import LendingScheduler, OffloadRule, VirtualOffload
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import POLICY_TABLE, make_policy
 
 OnProgress = Callable[[int, float], None]
+Scheduler = TypeVar("Scheduler", bound=StepScheduler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disaggregation:
     """`num_prefills` pipelines that are each `prefill`, and `num_decodes` that are each `decode`.
     Models are equal; depths, splits, cards and pools need not be. `prefill_policy` None: both sides
-    have the same. A decode pipeline has `extra_decode_steps` more in flight than it has stages."""
+    have the same. A decode pipeline has `extra_decode_steps` more in flight than it has stages, and
+    begins no load without room for `reserved_tokens` more tokens of each request that may grow."""
 
     prefill: Cluster
     decode: Cluster
@@ -41,10 +40,12 @@ class Disaggregation:
     num_decodes: int = 1
     prefill_policy: str | None = None
     extra_decode_steps: int = 0
+    reserved_tokens: int = LIMITS.reserved_tokens
     offload: AttentionOffload | None = None
 
     def __post_init__(self) -> None:
         require(self.num_prefills > 0 and self.num_decodes > 0, "there must be a server of each")
+        require(self.num_prefills <= MOST_PEERS, f"at most {MOST_PEERS} prefill servers are known")
         require(self.prefill.shape == self.decode.shape, "both sides serve one model")
         for cluster in (self.prefill, self.decode):
             require(
@@ -69,13 +70,6 @@ class Disaggregation:
         if self.offload is None:
             return 0.0
         return self.offload.ratio_bound(self.prefill, self.decode, self.lenders)
-
-    @property
-    def rule(self) -> OffloadRule | None:
-        """None without offload."""
-        if self.offload is None:
-            return None
-        return OffloadRule(self.bound, self.offload.reading, self.offload.only_hidden)
 
     @property
     def prefill_pool_tokens(self) -> int:
@@ -132,12 +126,17 @@ def simulate_disaggregated(
         )
     require(scheduling.radix_cache, "pages that have crossed are found in the radix cache")
     prefills = [
-        PrefillServer(_prefill(setup, first, scheduling)) for _ in range(setup.num_prefills)
+        _prefill(f"prefill {number}", setup, first, scheduling)
+        for number in range(setup.num_prefills)
     ]
-    decodes = [_decode(setup, throttle, scheduling) for _ in range(setup.num_decodes)]
-    fleet = DisaggregatedFleet(prefills, decodes, setup.rule)
+    sources = {one.name: one.offers for one in prefills}
+    decodes = [
+        _decode(f"decode {number}", setup, throttle, scheduling, sources)
+        for number in range(setup.num_decodes)
+    ]
+    fleet = DisaggregatedFleet(prefills, decodes)
     fleet.run(workload, on_progress)
-    assert not any(one.pipeline.scheduler.kept_pages.num_pages for one in prefills)
+    assert not any(one.pipeline.scheduler.tier.held.num_rooms for one in prefills)
     pages = setup.prefill_pool_tokens // scheduling.page_size
     return FleetRun(
         requests=tuple(fleet.served),
@@ -145,8 +144,8 @@ def simulate_disaggregated(
         num_devices=setup.num_devices,
         prefill_s=tuple(fleet.prefill_s),
         handover_s=tuple(fleet.handover_s),
-        loaded_bytes=sum(one.pages.loaded_bytes for one in decodes),
-        num_offloaded=sum(one.num_offloaded for one in decodes),
+        loaded_bytes=sum(one.reads.loaded_bytes for one in decodes),
+        num_offloaded=sum(one.offload.num_offloaded for one in decodes if one.offload is not None),
         most_held_share=max(one.most_held_pages for one in prefills) / pages,
     )
 
@@ -166,7 +165,7 @@ def simulate_mixed(
     fleet = MixedFleet(
         [
             cluster.pipeline(
-                _scheduler(throttle, scheduling, pool_tokens, cluster.num_stages),
+                _scheduler(StepScheduler, throttle, scheduling, pool_tokens, cluster.num_stages),
                 scheduling.page_size,
                 is_timed=is_timed,
             )
@@ -182,44 +181,63 @@ def simulate_mixed(
 
 
 def _prefill(
-    setup: Disaggregation, throttle: ThrottleArgs, scheduling: SchedulingArgs
-) -> VirtualPipeline:
+    name: str, setup: Disaggregation, throttle: ThrottleArgs, scheduling: SchedulingArgs
+) -> PrefillServer:
     costs = setup.prefill.costs()
     if setup.offload is not None:
         slowness = costs.stage_slowness or (1.0,) * costs.num_stages
         left = 1.0 - setup.offload.compute_share
         costs = replace(costs, stage_slowness=tuple(one / left for one in slowness))
-    scheduler = _scheduler(throttle, scheduling, setup.prefill_pool_tokens, costs.num_stages)
-    return VirtualPipeline(scheduler, costs, _no_forecast(costs.layer_counts))
+    tokens = setup.prefill_pool_tokens
+    scheduler = _scheduler(StepScheduler, throttle, scheduling, tokens, costs.num_stages)
+    return PrefillServer(name, scheduler, costs, _no_forecast(costs.layer_counts))
 
 
 def _decode(
-    setup: Disaggregation, throttle: ThrottleArgs, scheduling: SchedulingArgs
+    name: str,
+    setup: Disaggregation,
+    throttle: ThrottleArgs,
+    scheduling: SchedulingArgs,
+    sources: Mapping[str, OfferedPages],
 ) -> DecodeServer:
-    cluster, offload, costs = setup.decode, setup.offload, setup.decode.costs()
-    page_size, remote = scheduling.page_size, None
-    if offload is not None:
-        parts = cluster.parts()
-        speed = offload.speed(setup.prefill, cluster, setup.lenders)
-        exchange = offload.exchange(cluster.shape, speed)
-        remote = RemoteAttention(parts, exchange, costs.layer_counts, offload.fills_waits)
-        costs = replace(costs, stage=LocalAttention(parts))
+    cluster, costs = setup.decode, setup.decode.costs()
     extra_steps = scheduling.extra_steps_in_flight + setup.extra_decode_steps
     scheduling = replace(scheduling, extra_steps_in_flight=extra_steps)
-    scheduler = _scheduler(throttle, scheduling, setup.decode_pool_tokens, costs.num_stages)
-    scheduler.tier.use(SIMULATED_PLACE, peer_rules(page_size))
-    pages = PeerPages(setup.link, cluster.shape.kv_bytes_per_layer_token * page_size)
-    pipeline = VirtualPipeline(
-        scheduler, costs, _no_forecast(costs.layer_counts), store=pages, remote=remote
+    tokens = setup.decode_pool_tokens
+    scheduler = _scheduler(LendingScheduler, throttle, scheduling, tokens, costs.num_stages)
+    page_bytes = cluster.shape.kv_bytes_per_layer_token * scheduling.page_size
+    reads = PeerReads(setup.link, page_bytes, sources)
+    offload = _offload(setup, scheduler, costs.layer_counts)
+    if offload is not None:
+        costs = replace(costs, stage=LocalAttention(cluster.parts()))
+    forecast = _no_forecast(costs.layer_counts)
+    return DecodeServer(
+        name, scheduler, costs, reads, forecast, offload, reserved_tokens=setup.reserved_tokens
     )
-    lent_pages = (setup.decode_pool_tokens - cluster.kv_pool_tokens()) // page_size
-    return DecodeServer(pipeline, pages, remote, lent_pages)
+
+
+def _offload(
+    setup: Disaggregation, scheduler: LendingScheduler, layer_counts: tuple[int, ...]
+) -> VirtualOffload | None:
+    cluster, offload = setup.decode, setup.offload
+    if offload is None:
+        return None
+    speed = offload.speed(setup.prefill, cluster, setup.lenders)
+    exchange = offload.exchange(cluster.shape, speed)
+    remote = RemoteAttention(cluster.parts(), exchange, layer_counts, offload.fills_waits)
+    rule = OffloadRule(setup.bound, offload.reading, offload.only_hidden)
+    lent_tokens = setup.decode_pool_tokens - cluster.kv_pool_tokens()
+    return VirtualOffload(scheduler, remote, rule, lent_tokens // scheduler.args.page_size)
 
 
 def _scheduler(
-    throttle: ThrottleArgs, scheduling: SchedulingArgs, pool_tokens: int, num_stages: int
-) -> StepScheduler:
-    return StepScheduler(
+    kind: type[Scheduler],
+    throttle: ThrottleArgs,
+    scheduling: SchedulingArgs,
+    pool_tokens: int,
+    num_stages: int,
+) -> Scheduler:
+    return kind(
         scheduling,
         make_policy(throttle),
         num_pages=pool_tokens // scheduling.page_size,

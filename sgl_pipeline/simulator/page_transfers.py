@@ -1,7 +1,7 @@
 """Transfers of pages in virtual time: a stage's queue of them, and what a pipeline asks of the
 place that its pages come from.
 
-That place is a store (`virtual_store.py`) or the pool of a prefill server (`peer_pages.py`).
+That place is a store (`virtual_store.py`), or pools of other servers (`room_servers.py`).
 """
 
 from collections import deque
@@ -11,19 +11,24 @@ from typing import Protocol
 
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.wire.store_orders import StoreOrder, StoreReport
+from sgl_pipeline.wire.store_orders import OfferOrder, StoreOrder, StoreReport
+
+PageOrder = StoreOrder | OfferOrder
 
 
 class PageSource(Protocol):
-    """The place beyond the pool that a pipeline's tier uses."""
+    """The place beyond the pool that a pipeline's tier uses, or gives its own pages to. A
+    pipeline whose requests wait asks its scheduler again after `look_s` seconds."""
+
+    look_s: float
 
     @property
     def is_awaited(self) -> bool:
-        """True if a lookup or a load is on its way: a request may be waiting for it."""
+        """True if something is on its way that a request may be waiting for."""
 
     @property
     def is_open(self) -> bool:
-        """True if anything is on its way."""
+        """True if anything is on its way, or may come from another server."""
 
     def next_event_s(self) -> float:
         """The moment of the next answer or report, if no step is sent until then."""
@@ -31,7 +36,7 @@ class PageSource(Protocol):
     def exchange(self, core: PipelineCore, now_s: float) -> None:
         """Gives `core` what has come by now, and does what it asks for."""
 
-    def take(self, order: StoreOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
+    def take(self, order: PageOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
         """An order to all stages, which stage `s` takes at `taken_s[s]`."""
 
     def ran(self, stage: int, start_s: float, end_s: float) -> None:

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from itertools import count
 
 from sgl_pipeline.errors import RequestError
-from sgl_pipeline.requests import GREEDY, Request, StopRules
+from sgl_pipeline.requests import GREEDY, Request, Room, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.simulation import ServedRequest
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
 # Gets a request that begins to be served, and what its client will see.
 OnBegin = Callable[[Request, ServedRequest], None]
-# Gets a request that has ended or was refused, what its client saw, and the moment.
+# Gets a request that has ended, what its client saw, and the moment. Without a `finish` it was
+# refused.
 OnEnd = Callable[[Request, ServedRequest, float], None]
 
 
@@ -30,7 +31,7 @@ class VirtualClients:
         self.on_begin: OnBegin = lambda request, served: None
         self.on_end: OnEnd = self._follow_up
         self.served: list[ServedRequest] = []
-        self._arrivals: list[tuple[float, int, float, SimulatedRequest]] = []
+        self._arrivals: list[tuple[float, int, SimulatedRequest, Room | None]] = []
         self._order = count()
         self._live: dict[Request, ServedRequest] = {}
 
@@ -44,19 +45,15 @@ class VirtualClients:
         """The moment of the next arrival; infinity if none is expected."""
         return self._arrivals[0][0] if self._arrivals else float("inf")
 
-    def expect(
-        self, asked: SimulatedRequest, moment_s: float, since_s: float | None = None
-    ) -> None:
-        """`asked` will reach the scheduler at `moment_s`; its client has waited since `since_s`, or
-        since then."""
-        arrival_s = moment_s if since_s is None else since_s
-        heapq.heappush(self._arrivals, (moment_s, next(self._order), arrival_s, asked))
+    def expect(self, asked: SimulatedRequest, moment_s: float, room: Room | None = None) -> None:
+        """`asked`, or one half of it, of a `room`, will reach the scheduler at `moment_s`."""
+        heapq.heappush(self._arrivals, (moment_s, next(self._order), asked, room))
 
     def arrive(self, scheduler: StepScheduler, now_s: float) -> None:
         """Gives `scheduler` the requests that have arrived by `now_s`."""
         while self._arrivals and self._arrivals[0][0] <= now_s:
-            moment_s, number, arrival_s, asked = heapq.heappop(self._arrivals)
-            served = ServedRequest(asked, arrival_s)
+            moment_s, number, asked, room = heapq.heappop(self._arrivals)
+            served = ServedRequest(asked, moment_s)
             self.served.append(served)
             request = Request(
                 request_id=str(number),
@@ -64,6 +61,7 @@ class VirtualClients:
                 sampling=GREEDY,
                 stops=StopRules(max_new_tokens=asked.output_tokens),
                 arrival_s=moment_s,
+                room=room,
             )
             try:
                 scheduler.add(request)
@@ -75,8 +73,10 @@ class VirtualClients:
                 self.on_begin(request, served)
 
     def next_token(self, request: Request) -> int:
-        """The token that the model draws next for a request."""
-        return self._live[request].asked.output.first + len(request.output_ids)
+        """The token that the model draws next for a request; of one that has failed it is
+        dropped."""
+        served = self._live.get(request)
+        return 0 if served is None else served.asked.output.first + len(request.output_ids)
 
     def note_tokens(self, request: Request, num_new: int, now_s: float) -> None:
         """The client of `request` gets `num_new` tokens, perhaps its last."""
@@ -89,6 +89,13 @@ class VirtualClients:
         served.cached_tokens = request.cached_tokens
         served.loaded_tokens = request.loaded_tokens
         served.num_retractions = request.num_retractions
+        self.on_end(request, served, now_s)
+
+    def fail(self, request: Request, now_s: float) -> None:
+        """The scheduler has been told to end `request`."""
+        assert request.finish is not None
+        served = self._live.pop(request)
+        served.error = request.finish.message
         self.on_end(request, served, now_s)
 
     def _follow_up(self, request: Request, served: ServedRequest, now_s: float) -> None:

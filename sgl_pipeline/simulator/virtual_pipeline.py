@@ -22,7 +22,7 @@ from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.page_copies import MoveCosts
-from sgl_pipeline.simulator.page_transfers import PageSource
+from sgl_pipeline.simulator.page_transfers import PageOrder, PageSource
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.remote_attention import RemoteAttention
 from sgl_pipeline.simulator.simulation import SimulatedStep, Simulation
@@ -34,10 +34,7 @@ from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.move_orders import MoveOrder
 from sgl_pipeline.wire.stage_messages import StageReport
-from sgl_pipeline.wire.store_orders import StoreOrder
 
-# The server looks so often whether a request has waited for the store for too long.
-LATE_CHECK_S = 0.1
 # More than any wait of the scheduler's while nothing is on its way (`kv_tier.REST_S`).
 STUCK_S = 60.0
 
@@ -92,7 +89,7 @@ class VirtualPipeline:
             move_costs or MoveCosts(), plan, self._clocks, costs.host.transit_s
         )
         self._store = store
-        self._orders = msgspec.msgpack.Decoder(MoveOrder | StoreOrder)
+        self._orders = msgspec.msgpack.Decoder(MoveOrder | PageOrder)
         self._slowdowns = tuple(slowdowns)
         self._wishes = deque(sorted(wishes))
         self._in_flight: deque[_Trip] = deque()
@@ -162,7 +159,7 @@ class VirtualPipeline:
         requests wait a bounded time."""
         if self._in_flight or self._moves.is_open or self.clients.next_arrival_s < float("inf"):
             return True
-        return self._store is not None and not self.is_idle
+        return self._store is not None and (not self.is_idle or self._store.is_awaited)
 
     def _check_progress(self, now_s: float) -> None:
         """Asserts that requests do not wait for ever while nothing is on its way."""
@@ -191,8 +188,8 @@ class VirtualPipeline:
         if store is None:
             return float("inf")
         waits = store.is_awaited or not (self._in_flight or self.is_idle)
-        late_s = self._scheduler_free_s + LATE_CHECK_S if waits else float("inf")
-        return min(store.next_event_s(), late_s)
+        look_s = self._scheduler_free_s + store.look_s if waits else float("inf")
+        return min(store.next_event_s(), look_s)
 
     def _take_results(self, now_s: float) -> float:
         """Books what has come back by `now_s`; returns when the scheduler is done with that."""
@@ -255,9 +252,9 @@ class VirtualPipeline:
             self._in_flight.append(self._send(step, now_s))
         self._scheduler_free_s = now_s
 
-    def _obey(self, order: MoveOrder | StoreOrder, sent_s: float) -> None:
+    def _obey(self, order: MoveOrder | PageOrder, sent_s: float) -> None:
         """All stages take `order` after the steps before it."""
-        if isinstance(order, StoreOrder):
+        if isinstance(order, PageOrder):
             assert self._store is not None, "the tier uses a store that the pipeline does not have"
             taken_s = [max(clock.free_s, sent_s) for clock in self._clocks]
             self._store.take(order, self._core.plan, taken_s)

@@ -14,14 +14,13 @@ from sgl_pipeline.page_hash import split_hashes
 from sgl_pipeline.page_record import PageRecord
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling.page_wishes import Lookup
-from sgl_pipeline.simulator.page_transfers import TransferQueue, reports_of
+from sgl_pipeline.simulator.page_transfers import PageOrder, TransferQueue, reports_of
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     LoadPages,
     PagesLoaded,
     PagesSaved,
     SavePages,
-    StoreOrder,
     StorePlace,
     StoreReport,
     UseStore,
@@ -62,6 +61,8 @@ class VirtualStore:
         num_layers: of the model.
         transit_s: what an order and its report are on their way, together.
     """
+
+    look_s = 0.1  # as the server, for requests that have waited too long
 
     def __init__(
         self,
@@ -118,12 +119,13 @@ class VirtualStore:
         for lookup in tier.take_lookups():
             self._questions.append((now_s + self._costs.latency_s, lookup))
 
-    def take(self, order: StoreOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
+    def take(self, order: PageOrder, plan: StagePlan, taken_s: Sequence[float]) -> None:
         """An order to all stages, which stage `s` takes at `taken_s[s]`."""
         if isinstance(order, UseStore):
             self._loads.clear()
             self._saves.clear()
             return
+        assert isinstance(order, LoadPages | SavePages), "no other server reads from this one"
         hashes = split_hashes(order.hashes)
         # A page that is evicted while it is read is read to its end.
         num_readable = self._num_readable(hashes) if isinstance(order, LoadPages) else 0

@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import ssl
+import time
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,21 @@ def test_the_end_of_the_other_side_is_noticed(tmp_path: Path) -> None:
         dialed.close()
         with pytest.raises(StreamClosed):
             until(lambda: taken_in.read_into(memoryview(bytearray(1))) < 0)
+
+
+def test_what_was_sent_before_the_end_is_read_before_it_is_noticed(tmp_path: Path) -> None:
+    with stream_pair(tmp_path) as (dialed, taken_in):
+        one, other = FramedStream(dialed), FramedStream(taken_in)
+        until(lambda: dialed.open() and taken_in.open())
+        for payload in (b"first", b"last"):
+            one.send(payload)
+        assert not one.has_backlog
+        one.close()
+        time.sleep(0.1)  # both frames and the end have arrived
+        assert [other.receive(), other.receive()] == [b"first", b"last"]
+        for _ in range(2):
+            with pytest.raises(StreamClosed, match="closed the connection"):
+                other.receive()
 
 
 def test_what_crosses_is_encrypted(tmp_path: Path) -> None:

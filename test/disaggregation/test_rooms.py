@@ -8,14 +8,22 @@ from support.paired_servers import IDENTITY, DecodeServer, PrefillServer, RoomWo
 from support.stored_pipeline import PAGE_SIZE, PLACE, RULES, MemoryStore, right_output
 
 from sgl_pipeline.disaggregation import half_rooms
-from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S
+from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S, DecodeRooms
+from sgl_pipeline.disaggregation.prefill_rooms import UNWANTED_S
 from sgl_pipeline.disaggregation.prefill_servers import (
     MOST_PEERS,
     UNREACHABLE_S,
     PrefillServers,
 )
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
-from sgl_pipeline.disaggregation.room_messages import End, Got, PeerWelcome, Ready, Want
+from sgl_pipeline.disaggregation.room_messages import (
+    End,
+    Got,
+    PeerRejected,
+    PeerWelcome,
+    Ready,
+    Want,
+)
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import LogprobSpec, Request, Room
@@ -183,14 +191,50 @@ def test_each_phase_of_a_room_is_explained() -> None:
     state = decode_state(decode.rooms, decode.tier)
     assert (state.bootstrap_requests, state.transfer_requests) == (0, 1)
     assert state.promised_pages == WHOLE_PAGES
+    prefill_half(world, 2)
+    step(world, 4, transfers=False)
     held = prefill_state(prefill.rooms, prefill.tier)
-    assert held.held_pages == WHOLE_PAGES and held.transfer_requests == 1
+    assert held.held_pages == WHOLE_PAGES and held.transfer_requests == 2
+    assert (held.wanted_requests, held.bootstrap_requests) == (1, 1)
+    decode_half(world, 2)
     # Counted as used on both sides.
     load = decode.core.scheduler.load()
     assert load.free_pages == 32 - WHOLE_PAGES
     assert prefill.core.scheduler.load().free_pages <= 32 - WHOLE_PAGES
     world.run()
     world.check()
+
+
+def test_the_phases_of_a_room_are_timed() -> None:
+    limits = RoomLimits(reserved_tokens=40)
+    world, _, decode = pair(limits, decode_pages=24)
+    first, second = world.new_room(), world.new_room()
+    prefill_half(world, first)
+    running = decode_half(world, first, max_new_tokens=40)
+    while not running.output_ids:
+        step(world, 1)
+    counts = decode.rooms.counts
+    assert counts.num_transferred == 1 and counts.alloc_s < 0.1
+    before_s, opened_s = counts.bootstrap_s, world.now_s
+    decode_half(world, second, [1, *PROMPT])
+    step(world, 20)
+    prefill_half(world, second, [1, *PROMPT])
+    while (state := decode_state(decode.rooms, decode.tier)).transfer_requests == 0:
+        step(world, 1)
+    ready_s = world.now_s
+    assert state.promised_pages == 0
+    assert state.pending_pages == WHOLE_PAGES, "there is no room for them beside what runs"
+    while not decode.tier.loads.promised_pages:
+        step(world, 1, transfers=False)
+    assert decode_state(decode.rooms, decode.tier).pending_pages == 0
+    load_s = world.now_s
+    assert load_s - ready_s > 0.3
+    step(world, 20, transfers=False)
+    world.run()
+    world.check()
+    assert counts.bootstrap_s - before_s == pytest.approx(ready_s - opened_s, abs=0.11)
+    assert counts.alloc_s == pytest.approx(load_s - ready_s, abs=0.11)
+    assert counts.transfer_s >= counts.alloc_s + 20 * 0.05
 
 
 def test_the_decode_reserve_counts_requests_under_load() -> None:
@@ -215,8 +259,63 @@ def test_a_prefill_server_admits_none_while_others_read_too_slowly() -> None:
     explanation = prefill.core.scheduler.explain(behind.request_id)
     assert explanation is not None and explanation.rule == "held-pages"
     assert f"{WHOLE_PAGES} pages are held for transfer" in explanation.text
+    # However long it takes: a decode server has asked for them.
+    step(world, int(UNWANTED_S / 0.05) + 10, transfers=False)
+    assert behind.finish is None and prefill.tier.held.num_pages == WHOLE_PAGES
     step(world)
     assert behind.finish is not None
+
+
+def test_rooms_that_no_decode_server_asks_for_make_room_for_others() -> None:
+    limits = RoomLimits(held_share=0.4, reserved_tokens=4)
+    world, prefill, _ = pair(limits)
+    prompts = [[first, *PROMPT] for first in (1, 2, 3)]
+    early = [prefill_half(world, number, prompt) for number, prompt in enumerate(prompts[:2], 1)]
+    wait(world, 2 * UNWANTED_S)
+    held = prefill.tier.held
+    assert held.num_pages == 2 * WHOLE_PAGES, "no request needs the room"
+    behind = prefill_half(world, 3, prompts[2])
+    step(world, 10)
+    assert behind.finish is not None and behind.finish.kind == "length"
+    assert held.num_pages == 2 * WHOLE_PAGES, "one was let go"
+    # The earliest, whose client has its answer; the other half is asked again, and finds the pages.
+    assert early[0].finish is not None and early[0].finish.kind == "length"
+    late = decode_half(world, 1, prompts[0])
+    step(world, 8)
+    message, status = error_of(late)
+    assert status == 503 and "no decode server had asked for the room for 5 s" in message
+    again = prefill_half(world, 4, prompts[0])
+    step(world, int(UNWANTED_S / 0.05) + 10)
+    assert again.cached_tokens == WHOLE_PAGES * PAGE_SIZE
+    decode_half(world, 3, prompts[2])
+    decode_half(world, 4, prompts[0])
+    world.run()
+    world.check()
+
+
+def test_rooms_make_room_for_a_prompt_that_does_not_fit_beside_them() -> None:
+    world, prefill, _ = pair(RoomLimits(reserved_tokens=4), prefill_pages=24)
+    for number in (1, 2):
+        prefill_half(world, number, [number, *PROMPT[: 4 * PAGE_SIZE]])
+    step(world)
+    held = prefill.tier.held
+    assert held.num_pages == 8 and not held.is_full
+    big = prefill_half(world, 3, [3, *PROMPT, *PROMPT][: 19 * PAGE_SIZE])
+    step(world)
+    assert big.finish is None, "they are kept for a while"
+    wait(world, UNWANTED_S)
+    assert big.finish is not None and big.finish.kind == "length"
+    assert prefill.rooms.counts.num_bootstrap_failed == 1, "one of them is kept"
+
+
+def test_a_paused_server_keeps_its_rooms() -> None:
+    world, prefill, _ = pair(RoomLimits(reserved_tokens=4))
+    prefill_half(world, 1)
+    step(world)
+    prefill.core.scheduler.pausing.pause(retract=False)
+    prefill_half(world, 2, [2, *PROMPT])
+    wait(world, 2 * UNWANTED_S)
+    assert prefill.tier.held.num_rooms == 1 and prefill.rooms.counts.num_bootstrap_failed == 0
 
 
 def test_a_load_leaves_the_pages_that_running_requests_will_need() -> None:
@@ -283,6 +382,59 @@ def test_a_half_that_is_refused_ends_the_other_one_with_the_same_words() -> None
     first = prefill_half(world, 7)
     assert error_of(first) == error_of(second) and error_of(first)[1] == 400
     world.check()
+
+
+def test_a_server_that_is_rejected_ends_both_halves_of_its_rooms() -> None:
+    world, prefill, decode = pair()
+    other = replace(IDENTITY, kv_dtype="float16")
+    decode.rooms = DecodeRooms(decode.core.scheduler, other, LIMITS)
+    early = prefill_half(world, 1)
+    step(world)
+    assert prefill.tier.held.num_pages == WHOLE_PAGES
+    unread, refused = decode_half(world, 1), decode_half(world, 2)
+    step(world, 4)
+    assert prefill.tier.held.num_pages == 0
+    late = prefill_half(world, 2)
+    message, status = error_of(late)
+    assert status == 500 and "float16" in message and "--kv-cache-dtype" in message
+    assert error_of(unread) == error_of(refused) == (message, status)
+    assert early.finish is not None and early.finish.kind == "length"
+    # So do those of the next session, which is dialed at once.
+    step(world)
+    computing, again = both(world)
+    step(world, 4)
+    assert error_of(computing) == error_of(again) == (message, status)
+    world.check()
+
+
+def test_a_rejected_server_that_computes_here_leaves_nothing_held() -> None:
+    world, prefill, decode = pair(FALLS_BACK)
+    other = replace(IDENTITY, kv_dtype="float16")
+    decode.rooms = DecodeRooms(decode.core.scheduler, other, FALLS_BACK)
+    prefill_half(world, 1)
+    step(world)
+    second = decode_half(world, 1)
+    world.run()
+    assert second.output_ids == right_output(PROMPT, 5)
+    assert prefill.tier.held.num_pages == 0
+    world.check()
+
+
+def test_a_rejected_session_may_end_rooms_and_ask_for_none() -> None:
+    world, prefill, _ = pair()
+    rooms = prefill.rooms
+    prefill_half(world, 1)
+    step(world)
+    rooms.connected(9, world.now_s)
+    rooms.take(9, End(1, "too early", 500), world.now_s)
+    assert rooms.num_rooms == 1, "a room was ended by nobody"
+    rooms.take(9, replace(IDENTITY, digest="another").hello(), world.now_s)
+    rooms.outbox.clear()
+    rooms.take(9, Want(1), world.now_s)
+    assert [type(answer) for _, answer in rooms.outbox] == [PeerRejected]
+    assert rooms.num_unwanted == 1
+    rooms.take(9, End(1, "another model", 500), world.now_s)
+    assert rooms.num_rooms == prefill.tier.held.num_pages == 0
 
 
 def test_a_room_belongs_to_one_request() -> None:

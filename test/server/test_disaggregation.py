@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,25 +249,52 @@ def test_an_aborted_half_ends_the_other(apart: Apart) -> None:
 def test_a_prefill_server_that_dies_or_hangs_ends_its_requests_and_no_others(
     apart: Apart, end: signal.Signals
 ) -> None:
-    with closing(reserve_port()) as reserved, ThreadPoolExecutor() as threads:
+    with second_prefill() as (second, port), ThreadPoolExecutor() as threads:
+        both = [
+            threads.submit(ask_half, server, 5, port, max_new_tokens=400)
+            for server in (second, apart.decode)
+        ]
+        assert both[0].result(60).status_code == 200
+        waiting = threads.submit(ask_half, apart.decode, 6, port)
+        wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
+        second.scheduler().send_signal(end)
+        begin_s = time.monotonic()
+        answer = waiting.result(30)
+        assert time.monotonic() - begin_s < 10.0
+        assert answer.status_code == 503 and f"{HOST}:{port}" in answer.text, answer.text
+        assert len(both[1].result(60).json()["output_ids"]) == 400
+
+
+def test_a_prefill_server_that_is_stopped_lets_its_prompts_be_read_first(apart: Apart) -> None:
+    new = PROMPT * 4 + "6"  # more than the decode server has cached
+    with second_prefill() as (second, port), ThreadPoolExecutor() as threads:
+        reading = threads.submit(ask_half, apart.decode, 20, port, text=new)
+        wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
+        stages = apart.decode.stages()
+        for stage in stages:
+            stage.suspend()
+        try:
+            assert ask_half(second, 20, port, text=new).status_code == 200
+            second.process.terminate()
+            wait_until(lambda: "waiting for 1 prompt that decode servers read" in second.text)
+            assert second.process.poll() is None
+        finally:
+            for stage in stages:
+                stage.resume()
+        assert reading.result(60).status_code == 200
+        assert second.wait_for_end(20) == 0
+
+
+@contextmanager
+def second_prefill() -> Iterator[tuple[LiveServer, int]]:
+    """A prefill server that no router knows, and its bootstrap port."""
+    with closing(reserve_port()) as reserved:
         port = number_of(reserved)
         roles = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
         second = start_server(*roles, "--pp", "1", *FLAGS, environment=KEY)
         try:
             wait_until_ready(second)
-            both = [
-                threads.submit(ask_half, server, 5, port, max_new_tokens=400)
-                for server in (second, apart.decode)
-            ]
-            assert both[0].result(60).status_code == 200
-            waiting = threads.submit(ask_half, apart.decode, 6, port)
-            wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
-            second.scheduler().send_signal(end)
-            begin_s = time.monotonic()
-            answer = waiting.result(30)
-            assert time.monotonic() - begin_s < 10.0
-            assert answer.status_code == 503 and f"{HOST}:{port}" in answer.text, answer.text
-            assert len(both[1].result(60).json()["output_ids"]) == 400
+            yield second, port
         finally:
             second.process.kill()
             second.process.wait()

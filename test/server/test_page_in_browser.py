@@ -6,14 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 import requests
-from support.browser import browser
+from support.browser import Watched, browser
 from support.live_page import AUTHORIZED, COUNT_COLORS, FIND_CUT, KEY, LIVE, SECRET, load, opened
 from support.live_server import LiveServer, live_server, start_server, wait_until, wait_until_ready
 from support.moves import movable_core
-from support.step_records import tier_state
+from support.step_records import rooms_state, tier_state
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick
 from sgl_pipeline.managers.reports.live_events import describe_tick
+from sgl_pipeline.pipeline.pipeline_state import RoomsState
 from sgl_pipeline.simulator.propose import KnobProposal, Prediction
 from sgl_pipeline.simulator.summary import Distribution
 
@@ -80,12 +81,13 @@ def test_a_layer_move_is_marked(chromium: Any, server: LiveServer) -> None:
         watched.wait_for("document.getElementById('epoch').innerText === 'plan 1'")
 
 
-SHOW_STORE = """async (store) => {
+SHOW_CARD = """async ([name, facts]) => {
     const { Model } = await import('./model.js'), { Panels } = await import('./panels.js');
     const model = new Model();
-    model.tick = { waiting: 0, free_pages: 1, unused_pages: 1, total_pages: 1, layers: [], store };
+    const pages = { free_pages: 1, unused_pages: 1, total_pages: 1 };
+    model.tick = { waiting: 0, layers: [], ...pages, [name]: facts };
     new Panels(model).update();
-    const card = document.getElementById('store-card');
+    const card = document.getElementById(`${name}-card`);
     return card.hidden ? null : card.innerText;
 }"""
 
@@ -96,12 +98,38 @@ def test_a_store_has_its_panel_while_one_is_attached(chromium: Any, server: Live
     tick = LiveTick(state=state, queue=None, followed=(), carried=(), missed_ticks=0)
     with opened(chromium, server) as watched:
         watched.wait_for(LIVE)
-        assert watched.page.evaluate(SHOW_STORE, None) is None
-        text = watched.page.evaluate(SHOW_STORE, describe_tick(tick, 1)["store"])
+        assert watched.page.evaluate(SHOW_CARD, ["store", None]) is None
+        text = watched.page.evaluate(SHOW_CARD, ["store", describe_tick(tick, 1)["store"]])
     assert "file · 6 of 8 lookups found pages · 2 pages were broken" in text
     assert "to load in 250 ms" in text and "to compute" in text
     assert "loaded\t4\t800\t2,000\tdeadline 60, slower than compute 40" in text
     assert "saved\t5\t700\t250\tpressure 50, failed 6" in text
+
+
+def test_a_server_with_a_role_shows_its_rooms(chromium: Any, server: LiveServer) -> None:
+    """The server has none: the panel is drawn from ticks of the test's."""
+
+    def shown(watched: Watched, rooms: RoomsState) -> str:
+        state = msgspec.structs.replace(movable_core(2, 2).state(1.0), rooms=rooms)
+        tick = LiveTick(state=state, queue=None, followed=(), carried=(), missed_ticks=0)
+        facts = describe_tick(tick, 1)["rooms"]
+        return str(watched.page.evaluate(SHOW_CARD, ["rooms", facts]))
+
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        assert watched.page.evaluate(SHOW_CARD, ["rooms", None]) is None
+        decode = shown(watched, rooms_state())
+        held = rooms_state(mode="prefill", num_peers=1, held_pages=70, computed_here=0)
+        prefill = shown(watched, held)
+    assert "decode server · 2 prefill servers connected" in decode
+    assert "prompt not ready\t3\t–" in decode
+    assert "being loaded\t4\t25\t10 more pages wait for room" in decode
+    assert "loaded\t8\t160\t250 ms each" in decode
+    assert "failed\t3\t–\t2 before the prompt was ready, 1 afterwards, 1 computed here" in decode
+    assert "prefill server · 1 decode server connected" in prefill
+    assert "not asked for\t3\t–" in prefill and "held to be read\t4\t70" in prefill
+    assert "read\t8\t–\t250 ms each" in prefill
+    assert "failed\t3\t–\t2 before the prompt was ready, 1 afterwards" in prefill
 
 
 def test_the_chat_answers_and_shows_its_way_through_the_stages(

@@ -12,20 +12,16 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.page_hash import HASH_BYTES
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.disaggregated_fleet import (
-    DecodeServer,
-    DisaggregatedFleet,
-    PrefillServer,
-)
+from sgl_pipeline.simulator.disaggregated_fleet import DisaggregatedFleet
 from sgl_pipeline.simulator.fleet import MixedFleet
-from sgl_pipeline.simulator.peer_pages import LinkEnd, PeerLink, PeerPages, Room, peer_rules
+from sgl_pipeline.simulator.peer_pages import OfferedPages, PeerLink, PeerReads
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
+from sgl_pipeline.simulator.room_servers import DecodeServer, PrefillServer
 from sgl_pipeline.simulator.simulation import ServedRequest
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
-from sgl_pipeline.simulator.virtual_store import SIMULATED_PLACE
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.wire.store_orders import LoadPages, PagesLoaded
+from sgl_pipeline.wire.store_orders import LoadPages, OfferPages, PagesLoaded, WithdrawPages
 
 PAGE_TOKENS = 4
 LAYER_PAGE_BYTES = 100
@@ -34,12 +30,11 @@ LINK = PeerLink(latency_s=LATENCY_S, bytes_per_s=100.0)
 PARTS = TokenSeconds(token=1.0)
 
 
-@dataclass(slots=True)
-class WatchedPages(PeerPages):
+class WatchedServer(DecodeServer):
     """Holds its scheduler to what must be true at any time."""
 
     def exchange(self, core: PipelineCore, now_s: float) -> None:
-        PeerPages.exchange(self, core, now_s)
+        super().exchange(core, now_s)
         core.scheduler.check_invariants()
 
 
@@ -52,13 +47,34 @@ class Deployment:
     link: PeerLink = LINK
     prefill_pages: int = 1000
     decode_pages: int = 1000
+    reserved_tokens: int = 512
     fleet: DisaggregatedFleet = field(init=False)
 
     def __post_init__(self) -> None:
-        self.fleet = DisaggregatedFleet(
-            [PrefillServer(self._pipeline(one, self.prefill_pages, None)) for one in self.prefills],
-            [self._decode(one) for one in self.decodes],
-        )
+        prefills = [
+            PrefillServer(
+                str(number),
+                self._scheduler(self.prefill_pages, len(layers)),
+                PipelineCosts(PARTS, layers),
+            )
+            for number, layers in enumerate(self.prefills)
+        ]
+        sources = {one.name: one.offers for one in prefills}
+        decodes = [
+            WatchedServer(
+                "a decode server",
+                self._scheduler(self.decode_pages, len(layers)),
+                PipelineCosts(PARTS, layers),
+                PeerReads(self.link, LAYER_PAGE_BYTES, sources),
+                reserved_tokens=self.reserved_tokens,
+            )
+            for layers in self.decodes
+        ]
+        self.fleet = DisaggregatedFleet(prefills, decodes)
+
+    @property
+    def loaded_bytes(self) -> int:
+        return sum(one.reads.loaded_bytes for one in self.fleet.decodes)
 
     def _scheduler(self, num_pages: int, num_stages: int) -> StepScheduler:
         return new_scheduler(
@@ -68,27 +84,17 @@ class Deployment:
             num_stages=num_stages,
         )
 
-    def _pipeline(
-        self, layers: tuple[int, ...], num_pages: int, pages: PeerPages | None
-    ) -> VirtualPipeline:
-        scheduler = self._scheduler(num_pages, len(layers))
-        if pages is not None:
-            scheduler.tier.use(SIMULATED_PLACE, peer_rules(PAGE_TOKENS))
-        return VirtualPipeline(scheduler, PipelineCosts(PARTS, layers), store=pages)
-
-    def _decode(self, layers: tuple[int, ...]) -> DecodeServer:
-        pages = WatchedPages(self.link, LAYER_PAGE_BYTES)
-        return DecodeServer(self._pipeline(layers, self.decode_pages, pages), pages)
-
     def serve(self, *workload: SimulatedRequest) -> list[ServedRequest]:
         """All requests, in order of arrival; nothing may be left in any pool but the cache."""
         self.fleet.run(workload)
         for pipeline in self.fleet.pipelines:
             scheduler = pipeline.scheduler
             scheduler.check_invariants()
-            assert scheduler.kept_pages.num_pages == 0
+            assert scheduler.tier.held.num_rooms == scheduler.tier.held.num_pages == 0
+            scheduler.tier.arrivals.check_end()
             load = scheduler.load()
             assert load.free_pages == load.total_pages
+        assert not any(one.rooms.num_rooms for one in self.fleet.decodes)
         return sorted(self.fleet.served, key=lambda one: (one.arrival_s, one.asked.output.first))
 
 
@@ -109,7 +115,8 @@ def test_the_first_token_takes_prefill_transfer_and_the_rest_of_the_prompt() -> 
     # 17 tokens; the news, the question and the first byte; four pages; a token.
     first_s = 17 + 3 * LATENCY_S + 4 + 1
     assert one.token_times_s == [first_s, first_s + 1, first_s + 2]
-    assert one.cached_tokens == one.loaded_tokens == 16
+    # Nothing of the prompt was cached where it was computed.
+    assert one.cached_tokens == 0
 
 
 def test_stages_of_other_depths_get_their_layers_one_after_the_other() -> None:
@@ -122,14 +129,15 @@ def test_less_than_a_page_is_computed_again() -> None:
     deployment = Deployment()
     (one,) = deployment.serve(ask(1, num_pages=0, tail=3))
     assert one.token_times_s[0] == 3 + LATENCY_S + 3
-    assert deployment.fleet.decodes[0].pages.loaded_bytes == 0
+    assert deployment.loaded_bytes == 0
 
 
 def test_whole_pages_but_the_last_token_cross() -> None:
     # Of exactly four pages the last is computed: its last token's logits are needed.
-    (one,) = Deployment().serve(ask(1, tail=0))
+    deployment = Deployment()
+    (one,) = deployment.serve(ask(1, tail=0))
     assert one.token_times_s[0] == 16 + 3 * LATENCY_S + 3 + 4
-    assert one.loaded_tokens == 12
+    assert deployment.loaded_bytes == 3 * LAYER_PAGE_BYTES
 
 
 def test_transfers_queue_on_the_link() -> None:
@@ -160,12 +168,12 @@ def test_the_decode_side_loads_only_what_it_lacks() -> None:
     )
     deployment = Deployment()
     deployment.serve(first)
-    before = deployment.fleet.decodes[0].pages.loaded_bytes
+    before = deployment.loaded_bytes
     assert before == 4 * LAYER_PAGE_BYTES
     deployment.fleet.run([again])
     # 33 tokens are 8 pages; five were there: the prompt and the answer, whose last token was never
     # computed.
-    assert deployment.fleet.decodes[0].pages.loaded_bytes == before + 3 * LAYER_PAGE_BYTES
+    assert deployment.loaded_bytes == before + 3 * LAYER_PAGE_BYTES
 
 
 def test_requests_that_share_a_prompt_send_it_once() -> None:
@@ -177,22 +185,54 @@ def test_requests_that_share_a_prompt_send_it_once() -> None:
         )
         for n in (1, 2, 3)
     ]
-    served = deployment.serve(*load)
-    assert deployment.fleet.decodes[0].pages.loaded_bytes == 4 * LAYER_PAGE_BYTES
-    assert [one.cached_tokens for one in served] == [16] * 3
+    deployment.serve(*load)
+    assert deployment.loaded_bytes == 4 * LAYER_PAGE_BYTES
+    assert deployment.fleet.decodes[0].pipeline.scheduler.num_cached_tokens == 3 * 16
 
 
-def test_what_was_let_go_before_it_was_read_is_reported_broken() -> None:
-    pages, kept, gone = PeerPages(LINK, LAYER_PAGE_BYTES), b"k" * HASH_BYTES, b"g" * HASH_BYTES
-    pages.open(Room(ask(1), 0.0, LinkEnd(), hashes=[kept]))
-    order = LoadPages(0, b"", kept + gone, b"", cuts=((), ()))
-    pages.take(order, StagePlan(0, (2, 1)), [1.0, 1.0])
-    assert pages.loaded_bytes == 3 * LAYER_PAGE_BYTES
-    assert pages.next_event_s() == 1 + 2 * LATENCY_S + 2
-    for one in pages._loads.values():
-        (transfer,) = one.transfers
-        assert isinstance(transfer.report, PagesLoaded)
-        assert (transfer.report.num_pages, transfer.report.is_broken) == (1, True)
+def test_a_load_waits_for_the_offers_of_the_stages_that_have_its_layers() -> None:
+    offers, page = OfferedPages(), b"h" * HASH_BYTES
+    offers.take(OfferPages(7, b"", page, ""), StagePlan(0, (1, 2)), [5.0, 50.0])
+    reads = PeerReads(LINK, LAYER_PAGE_BYTES, {"p": offers})
+    order = LoadPages(0, b"", page, b"", (), "p", 7)
+    reads.load(order, StagePlan(0, (1, 2)), [1.0, 1.0], crosses=True)
+    # A page of one layer takes a second, and the wait for the other stage's takes no link's time.
+    assert offers.free_s == reads.free_s == 1 + LATENCY_S + 3
+    assert reads.next_report_s() == 5 + 1 + LATENCY_S
+    first, second = reads.take_reports(50 + 2 + LATENCY_S)
+    assert isinstance(first, PagesLoaded) and isinstance(second, PagesLoaded)
+    assert [(one.num_pages, one.num_bytes, one.busy_s) for one in (first, second)] == [
+        (1, 100, 5 + LATENCY_S),
+        (1, 200, 51 + LATENCY_S),
+    ]
+    offers.take(WithdrawPages(7), StagePlan(0, (1, 2)), [60.0, 60.0])
+    with pytest.raises(KeyError):
+        offers.readable_s(7, range(1))
+
+
+def test_an_offer_is_obeyed_behind_the_steps_in_flight() -> None:
+    fast = PeerLink(latency_s=0.0, bytes_per_s=1e9)
+    first, second = (ask(1, num_tokens=1), ask(2, num_pages=10, arrival_s=1.0, num_tokens=1))
+    deployment = Deployment([(1, 1)], [(2,)], fast)
+    one, _ = deployment.serve(first, second)
+    # The second prompt is behind the first on both stages: 41 tokens on each of them.
+    assert deployment.fleet.prefill_s[0] == 2 * 17
+    assert one.token_times_s[0] == pytest.approx(17 + 41 + 41 + 2)
+    (alone,) = Deployment([(1, 1)], [(2,)], fast).serve(first)
+    assert alone.token_times_s[0] == pytest.approx(2 * 17 + 2)
+
+
+def test_a_load_leaves_room_for_the_growth_of_others() -> None:
+    first, second = ask(1, num_tokens=40), ask(2, arrival_s=1.0)
+    times = []
+    for reserved_tokens in (0, 512):
+        # Room for both prompts, and not for all that the first may draw besides.
+        deployment = Deployment(decode_pages=16, reserved_tokens=reserved_tokens)
+        one, other = deployment.serve(first, second)
+        times.append((one.finished_s, other.token_times_s[0]))
+    (loaded_end_s, loaded_s), (held_end_s, held_s) = times
+    assert loaded_end_s is not None and held_end_s is not None
+    assert loaded_s < loaded_end_s and held_s > held_end_s - 40
 
 
 def test_pages_that_are_held_throttle_prefill() -> None:

@@ -81,10 +81,11 @@ def test_the_time_to_the_first_token_is_prefill_and_handover() -> None:
 
 
 def test_offloaded_pages_do_not_cross() -> None:
-    workload = load(60)
+    ids = TokenIds()
+    workload = [replace(one, prompt=(ids.fresh(330),)) for one in load(60)]
     plain, lending = run(APART, workload), run(replace(APART, offload=OFFLOAD), workload)
     share = 1 - lending.loaded_bytes / plain.loaded_bytes
-    assert share == pytest.approx(lending.num_offloaded / 60, abs=0.15)
+    assert 0 < share == pytest.approx(lending.num_offloaded / 60)
 
 
 def test_a_full_decode_pool_gains_by_offload_and_an_idle_one_does_not() -> None:

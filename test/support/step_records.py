@@ -8,7 +8,7 @@ from support.pipelines import make_request
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.pipeline.open_step import OpenStep
-from sgl_pipeline.pipeline.pipeline_state import TierState
+from sgl_pipeline.pipeline.pipeline_state import RoomsState, TierState
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.throttle_change import Author, ThrottleChange
@@ -71,6 +71,27 @@ def throttle_change() -> ThrottleChange:
         after={"prefill_spread_steps": 4, "max_prefill_tokens": 512},
         revert_after_s=60.0,
     )
+
+
+def rooms_state(**changed: Any) -> RoomsState:
+    """A decode server that has loaded prompts, and of which some have failed."""
+    state = RoomsState(
+        mode="decode",
+        num_peers=2,
+        bootstrap_requests=3,
+        transfer_requests=4,
+        promised_pages=25,
+        pending_pages=10,
+        transferred=8,
+        transfer_s=2.0,
+        bootstrap_s=6.0,
+        alloc_s=1.0,
+        bootstrap_failed=2,
+        transfer_failed=1,
+        computed_here=1,
+        loaded_pages=160,
+    )
+    return msgspec.structs.replace(state, **changed)
 
 
 def tier_state(**changed: Any) -> TierState:

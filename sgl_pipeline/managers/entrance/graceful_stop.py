@@ -21,7 +21,7 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler
 logger = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the server is shutting down"
-# Seconds in which the scheduler must end the remaining requests.
+# Seconds in which the scheduler must end the remaining requests, or say what it has.
 _ABORT_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 
@@ -44,7 +44,8 @@ class StopSignals(SignalHandler):  # type: ignore[misc]
     def _interrupt(self) -> None:
         """The first Ctrl-C."""
         self.tokenizer_manager.on_interrupt()
-        if self.tokenizer_manager.rid_to_state:
+        manager = self.tokenizer_manager
+        if manager.rid_to_state or manager.computes_for_peers:
             self._begin("Ctrl-C again")
         else:
             self._stop_at_once(signal.SIGINT)
@@ -73,7 +74,8 @@ class StopSignals(SignalHandler):  # type: ignore[misc]
 
 
 async def drain(manager: Any, timeout_s: float) -> bool:
-    """Waits for all requests to end; requests still running after `timeout_s` get a 503.
+    """Waits for all requests to end, and until decode servers have read the prompts that they wait
+    for; requests still running after `timeout_s` get a 503.
 
     Returns whether all have ended: False when the scheduler does not answer any more.
     """
@@ -81,7 +83,7 @@ async def drain(manager: Any, timeout_s: float) -> bool:
     while manager.rid_to_state and time.monotonic() < deadline_s:
         await asyncio.sleep(_POLL_S)
     if not manager.rid_to_state:
-        return True
+        return await _wait_for_readers(manager, deadline_s)
     logger.warning(
         "%d requests did not finish within --drain-timeout-s %g and are ended",
         len(manager.rid_to_state),
@@ -105,3 +107,24 @@ async def drain(manager: Any, timeout_s: float) -> bool:
         )
         await asyncio.sleep(_POLL_S)
     return not manager.rid_to_state
+
+
+async def _wait_for_readers(manager: Any, deadline_s: float) -> bool:
+    """Waits until decode servers have read the prompts that they wait for, or it is too late. False
+    when the scheduler does not answer."""
+    num_rooms = 0
+    while time.monotonic() < deadline_s:
+        before = num_rooms
+        try:
+            num_rooms = await asyncio.wait_for(manager.num_wanted_rooms(), _ABORT_TIMEOUT_S)
+        except TimeoutError:
+            return False
+        if not num_rooms:
+            return True
+        if not before:
+            what = f"{num_rooms} prompt{'s' * (num_rooms > 1)} that decode servers read"
+            print(f"sgl_pipeline: ending: waiting for {what}", file=sys.stderr, flush=True)
+        await asyncio.sleep(_POLL_S)
+    if num_rooms:
+        logger.warning("%d prompts were not read within --drain-timeout-s", num_rooms)
+    return True

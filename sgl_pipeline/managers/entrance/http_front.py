@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotReader
 from starlette.background import BackgroundTask
@@ -65,6 +66,18 @@ class HttpTokenizerManager(GuardedTokenizerManager):
         if self.server_args.log_level != "debug":
             quiet_start.begin()  # upstream logs its end at length
         await super().sigterm_watchdog()
+
+    @property
+    def computes_for_peers(self) -> bool:
+        """True if this is a prefill server."""
+        return self.disaggregation_mode is DisaggregationMode.PREFILL
+
+    async def num_wanted_rooms(self) -> int:
+        """Prompts that decode servers wait for and have not read yet."""
+        if not self.computes_for_peers:
+            return 0
+        (state,) = await self.get_internal_state()
+        return int(state["rooms"]["wanted_requests"])
 
     async def get_loads(
         self, include: list[str] | None = None, dp_rank: int | None = None

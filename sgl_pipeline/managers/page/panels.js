@@ -41,6 +41,7 @@ export class Panels {
     this.#pages(tick);
     this.#plan(tick, times);
     this.#store(tick.store);
+    this.#rooms(tick.rooms);
     this.#queue(tick);
   }
 
@@ -130,6 +131,31 @@ export class Panels {
       return element("tr", {}, ...[name, figure(store.under_way[way]), figure(store.tokens[way]), figure(rate), why || "–"]
         .map((text) => element("td", {}, text)));
     }));
+  }
+
+  #rooms(rooms) {
+    byId("rooms-card").hidden = !rooms;
+    if (!rooms) return;
+    const isPrefill = rooms.mode === "prefill";
+    const peers = `${isPrefill ? "decode" : "prefill"} server${rooms.peers === 1 ? "" : "s"}`;
+    byId("rooms-what").textContent = `${rooms.mode} server · ${figure(rooms.peers)} ${peers} connected`;
+    const [early, late] = rooms.failed;
+    const each = rooms.done ? `${duration(rooms.done_ms)} each` : "";
+    const failed = ["failed", early + late, null, [early && `${figure(early)} before the prompt was ready`,
+      late && `${figure(late)} afterwards`, rooms.computed_here && `${figure(rooms.computed_here)} computed here`]
+      .filter(Boolean).join(", ")];
+    const rows = isPrefill ? [
+      ["not asked for", rooms.waiting, null, ""],
+      ["held to be read", rooms.moving, rooms.held_pages, ""],
+      ["read", rooms.done, null, each], failed,
+    ] : [
+      ["prompt not ready", rooms.waiting, null, ""],
+      ["being loaded", rooms.moving, rooms.promised_pages,
+        rooms.pending_pages ? `${figure(rooms.pending_pages)} more pages wait for room` : ""],
+      ["loaded", rooms.done, rooms.loaded_pages, each], failed,
+    ];
+    byId("rooms").tBodies[0].replaceChildren(...rows.map(([name, number, pages, more]) => element("tr", {},
+      ...[name, figure(number), figure(pages), more].map((text) => element("td", {}, text)))));
   }
 
   #queue(tick) {

@@ -10,7 +10,7 @@ import msgspec
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick
 from sgl_pipeline.managers.reports.plan_report import describe_move
-from sgl_pipeline.pipeline.pipeline_state import PipelineState, TierState
+from sgl_pipeline.pipeline.pipeline_state import PipelineState, RoomsState, TierState
 from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
@@ -36,6 +36,8 @@ def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
         optional["recoveries"] = [_recovery(record) for record in state.recoveries]
     if state.tier is not None and state.tier.backend is not None:
         optional["store"] = _store(state.tier)
+    if state.rooms is not None:
+        optional["rooms"] = _rooms(state.rooms)
     ended = [_ended(request, step) for step in state.recent_steps for request in step.ended]
     return (
         _counts(state)
@@ -158,6 +160,24 @@ def _store(tier: TierState) -> dict[str, Any]:
         "missed": tier.missed_tokens,
         "dropped": tier.dropped_tokens,
         "broken_pages": tier.broken_pages,
+    }
+
+
+def _rooms(rooms: RoomsState) -> dict[str, Any]:
+    """The rooms of a server with a role: those under way, their pages, and totals."""
+    return {
+        "mode": rooms.mode,
+        "peers": rooms.num_peers,
+        "waiting": rooms.bootstrap_requests,
+        "moving": rooms.transfer_requests,
+        "held_pages": rooms.held_pages,
+        "promised_pages": rooms.promised_pages,
+        "pending_pages": rooms.pending_pages,
+        "done": rooms.transferred,
+        "done_ms": round(rooms.mean_transfer_ms, 1),
+        "loaded_pages": rooms.loaded_pages,
+        "failed": [rooms.bootstrap_failed, rooms.transfer_failed],
+        "computed_here": rooms.computed_here,
     }
 
 

@@ -113,5 +113,5 @@ def _disaggregation(mode: Mode, rooms: RoomsState | None) -> DisaggregationMetri
         decode_prealloc_queue_reqs=0 if is_prefill else waiting,
         decode_transfer_queue_reqs=0 if is_prefill else moving,
         kv_transfer_speed_gb_s=rooms.loaded_bytes / _GIB / transfer_s if transfer_s else 0.0,
-        kv_transfer_latency_ms=1e3 * transfer_s / rooms.transferred if rooms.transferred else 0.0,
+        kv_transfer_latency_ms=rooms.mean_transfer_ms,
     )

@@ -1,7 +1,7 @@
 """The part of `/metrics` about rooms: SGLang's names, and a few of ours.
 
-SGLang's collector defines its names. Those of its handshakes, its deferred releases and its
-receipts in host memory are not written: there is nothing like these here.
+SGLang's collector defines its names. Those of its deferred releases and its receipts in host memory
+are not written: there is nothing like these here.
 """
 
 from typing import Any
@@ -31,6 +31,7 @@ def queue_stats(rooms: RoomsState, num_pages: int) -> dict[str, Any]:
         "num_decode_prealloc_queue_reqs": bootstrap,
         "num_decode_transfer_queue_reqs": transfer,
         "prealloc_full_token_usage": rooms.promised_pages / num_pages,
+        "pending_prealloc_token_usage": rooms.pending_pages / num_pages,
     }
 
 
@@ -78,11 +79,16 @@ class RoomsMetrics:
             return
         num_bytes = (now.loaded_bytes - before.loaded_bytes) / number
         transfer_s = (now.transfer_s - before.transfer_s) / number
+        bootstrap_s = (now.bootstrap_s - before.bootstrap_s) / number
+        alloc_s = (now.alloc_s - before.alloc_s) / number
         for _ in range(number):
             self._upstream.observe_kv_transfer_metrics(
                 latency_ms=1e3 * transfer_s,
                 total_mb=num_bytes / _MIB,
                 speed_gb_s=num_bytes / _GIB / transfer_s if transfer_s > 0.0 else 0.0,
+            )
+            self._upstream.observe_kv_transfer_bootstrap(
+                bootstrap_ms=1e3 * bootstrap_s, alloc_ms=1e3 * alloc_s
             )
 
     def _gauge(self, name: str, text: str, *more: str) -> Gauge:

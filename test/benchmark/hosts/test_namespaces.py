@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.hosts.bridge import add_bridge, ip
 from benchmark.hosts.namespaces import ROOT, Network, hosts, remove_leftovers, why_no_hosts
 
 pytestmark = [
@@ -120,3 +122,27 @@ def test_a_process_may_have_two_networks_at_once(network: Network) -> None:
         assert other.hosts[0].address not in [host.address for host in network.hosts]
         assert other.hosts[0].run("hostname") == "host1\n"
     assert network.hosts[0].run("hostname") == "host1\n"
+
+
+def test_the_kernel_joins_hosts_that_are_bridged() -> None:
+    with hosts(2, is_bridged=True) as network:
+        first, second = network.hosts
+        with second.start(sys.executable, "-c", ECHO):
+            while second.listeners() != [f"0.0.0.0:{PORT}"]:
+                time.sleep(0.02)
+            with socket.create_connection((second.address, PORT)) as peer:
+                assert is_answered(peer, 10.0)
+            ask = f"import socket; socket.create_connection(('{second.address}', {PORT}), 10)"
+            first.run(sys.executable, "-c", ask)
+            second.power_off()
+    listed = subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(rf"sglp{os.getpid()}\.\d+p", listed) == []
+
+
+def test_a_bridge_that_a_killed_process_has_left_is_removed() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    name = f"sglp{ended.pid}.0"
+    add_bridge(name)
+    assert name in remove_leftovers()
+    assert name not in ip("link")

@@ -40,6 +40,12 @@ def test_the_mix_has_every_route_and_about_a_third_departs() -> None:
     assert {bool(ask.body.get("stream")) for ask in asks} == {True, False}
 
 
+def test_clients_depart_only_as_they_are_told() -> None:
+    mix = RequestMix(1, {}, 0.5, departures=("leaves",))
+    departures = {mix.draw().departure for _ in range(200)}
+    assert departures == {"stays", "leaves"}
+
+
 def test_what_a_server_lacks_is_not_asked() -> None:
     def asked(features: tuple[str, ...]) -> str:
         return json.dumps([ask.body for ask in drawn(500, features=features)])

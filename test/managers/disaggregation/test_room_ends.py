@@ -111,10 +111,17 @@ def test_two_that_are_alike_serve_rooms_over_one_stream(pair: Pair) -> None:
 )
 def test_two_that_differ_say_in_what(pair: Pair, field: str, value: Any, remedy: str) -> None:
     pair.prefill = LiveEnd(pair.prefill_directory, is_prefill=True, **{field: value})
-    message, status = pair.until_failed(pair.submit())
+    request = pair.submit()
+    assert request.room is not None
+    half = pair.prefill.submit(Room(request.room.number))
+    message, status = pair.until_failed(request)
     assert status == 500
     assert str(value) in message and str(getattr(IDENTITY, field)) in message and remedy in message
     assert pair.decode.rooms.num_peers == 0
+    # Its other half hears it in the last messages of the stream.
+    pair.until(lambda: half in pair.prefill.failed)  # type: ignore[union-attr]
+    assert half.finish is not None
+    assert (half.finish.message, half.finish.status_code) == (message, status)
     # The next request is told at once, too.
     assert pair.until_failed(pair.submit())[1] == 500
 

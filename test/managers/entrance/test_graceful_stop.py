@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,11 @@ class FakeManager:
         self.rid_to_state = {"a": None, "b": None, "held": None}
         self.is_pause = True
         self.messages: list[Any] = []
+        self.num_rooms: list[int] = []  # the answers of the scheduler; the last one stays
         self._on_abort = on_abort
+
+    async def num_wanted_rooms(self) -> int:
+        return self.num_rooms.pop(0) if len(self.num_rooms) > 1 else self.num_rooms[0]
 
     async def continue_generation(self, message: Any) -> None:
         self.is_pause = False
@@ -36,8 +41,49 @@ def test_nothing_is_aborted_while_there_is_time() -> None:
         asyncio.get_running_loop().call_soon(manager.rid_to_state.clear)
         return await drain(manager, timeout_s=60)
 
+    manager.num_rooms = [0]
     assert asyncio.run(finish_while_draining())
     assert manager.messages == []
+
+
+def test_prompts_that_decode_servers_read_are_waited_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graceful_stop, "_POLL_S", 0.001)
+    manager = FakeManager(lambda manager: None)
+    manager.rid_to_state.clear()
+    manager.num_rooms = [2, 2, 1, 0]
+    assert asyncio.run(drain(manager, timeout_s=60))
+    assert manager.num_rooms == [0], "it went on before all were read"
+    told = capfd.readouterr().err
+    assert told == "sgl_pipeline: ending: waiting for 2 prompts that decode servers read\n"
+
+
+def test_prompts_that_are_not_read_in_time_are_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    manager = FakeManager(lambda manager: None)
+    manager.rid_to_state.clear()
+    manager.num_rooms = [3]
+    began_s = time.monotonic()
+    assert asyncio.run(drain(manager, timeout_s=0.2))
+    assert 0.2 <= time.monotonic() - began_s < 5.0
+    assert "3 prompts were not read within --drain-timeout-s" in caplog.text
+    # Nor when the time is over because of requests.
+    manager.rid_to_state["a"] = None
+    manager._on_abort = lambda manager: manager.rid_to_state.clear()
+    manager.num_rooms = []
+    assert asyncio.run(drain(manager, timeout_s=0))
+
+
+def test_a_scheduler_that_does_not_say_what_is_read_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graceful_stop, "_ABORT_TIMEOUT_S", 0.01)
+    manager: Any = FakeManager(lambda manager: None)
+    manager.rid_to_state.clear()
+    manager.num_wanted_rooms = asyncio.Event().wait
+    assert not asyncio.run(drain(manager, timeout_s=60))
 
 
 def test_what_is_left_gets_a_503_also_what_was_held_back_by_a_pause() -> None:
@@ -64,7 +110,8 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for(
 class Stopping:
     """A manager with its signal handlers, in a running loop."""
 
-    def __init__(self, num_running: int) -> None:
+    def __init__(self, num_running: int, *, computes_for_peers: bool = False) -> None:
+        self.computes_for_peers = computes_for_peers
         self.stop_requested = asyncio.Event()
         self.gracefully_exit = False
         self.drain_timeout_s = 25.0
@@ -132,6 +179,16 @@ def test_ctrl_c_ends_an_idle_server_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
         await asyncio.wait_for(manager.ended.wait(), timeout=30)
         assert manager.codes == [130]
+
+    asyncio.run(interrupt())
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ctrl_c_lets_decode_servers_read_what_an_idle_prefill_server_has() -> None:
+    async def interrupt() -> None:
+        manager = Stopping(0, computes_for_peers=True)
+        await manager.stop(signal.SIGINT)
+        assert manager.num_interrupts == 1
 
     asyncio.run(interrupt())
 

@@ -1,7 +1,9 @@
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import ClearHiCacheReqInput, ClearHiCacheReqOutput
 from sglang.srt.managers.load_snapshot import (
     LoadSnapshot,
@@ -31,6 +33,17 @@ def test_a_store_that_was_not_cleared_is_not_called_cleared(
     assert asyncio.run(manager.clear_hicache_storage()).success
     with pytest.raises(ValueError, match=f"nothing was cleared: .*{reason}"):
         asyncio.run(manager.clear_hicache_storage())
+
+
+def test_rooms_are_asked_for_on_a_prefill_server_alone() -> None:
+    async def state() -> list[dict[str, Any]]:
+        return [{"rooms": {"wanted_requests": 3}}]
+
+    manager: Any = HttpTokenizerManager.__new__(HttpTokenizerManager)
+    manager.get_internal_state = state
+    for mode, num_rooms in (("prefill", 3), ("decode", 0), ("null", 0)):
+        manager.disaggregation_mode = DisaggregationMode(mode)
+        assert asyncio.run(manager.num_wanted_rooms()) == num_rooms
 
 
 def test_loads_are_read_and_an_unknown_section_is_an_error_in_time(tmp_path: Path) -> None:

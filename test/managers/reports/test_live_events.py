@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 from support.moves import movable_core, stages_get_ready, stages_switch
-from support.step_records import step_record, tier_state
+from support.step_records import rooms_state, step_record, tier_state
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick, QueueLine
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
@@ -99,3 +99,25 @@ def test_a_store_is_told_while_one_is_attached() -> None:
         "dropped": {"pressure": 50, "failed": 6},
         "broken_pages": 2,
     }
+
+
+def test_rooms_are_told_of_a_server_that_has_a_role() -> None:
+    state = movable_core(2, 2).state(50.0)
+    assert "rooms" not in told(state)
+    rooms = told(msgspec.structs.replace(state, rooms=rooms_state()))["rooms"]
+    assert rooms == {
+        "mode": "decode",
+        "peers": 2,
+        "waiting": 3,
+        "moving": 4,
+        "held_pages": 0,
+        "promised_pages": 25,
+        "pending_pages": 10,
+        "done": 8,
+        "done_ms": 250.0,
+        "loaded_pages": 160,
+        "failed": [2, 1],
+        "computed_here": 1,
+    }
+    before = rooms_state(transferred=0, transfer_s=0.0)
+    assert told(msgspec.structs.replace(state, rooms=before))["rooms"]["done_ms"] == 0.0

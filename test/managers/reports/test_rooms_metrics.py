@@ -17,7 +17,10 @@ ROOMS = RoomsState(
     transfer_requests=4,
     promised_pages=25,
     transferred=4,
+    pending_pages=10,
     transfer_s=2.0,
+    bootstrap_s=6.0,
+    alloc_s=1.0,
     bootstrap_failed=2,
     transfer_failed=1,
     computed_here=1,
@@ -31,12 +34,16 @@ class _Collector:
     def __init__(self) -> None:
         self.labels = {"engine_type": "decode"}
         self.transfers: list[dict[str, float]] = []
+        self.waits: list[dict[str, float]] = []
         self.failed: list[tuple[str, float]] = []
         self.num_bootstrap_failed_reqs = self._counter("bootstrap")
         self.num_transfer_failed_reqs = self._counter("transfer")
 
     def observe_kv_transfer_metrics(self, **values: float) -> None:
         self.transfers.append(values)
+
+    def observe_kv_transfer_bootstrap(self, **values: float) -> None:
+        self.waits.append(values)
 
     def _counter(self, name: str) -> Any:
         def labels(**labels: str) -> Any:
@@ -55,6 +62,7 @@ def test_queues_and_shares_are_fields_of_upstreams_stats() -> None:
     assert stats.num_decode_prealloc_queue_reqs.total == 3
     assert stats.num_decode_transfer_queue_reqs.total == 4
     assert stats.prealloc_full_token_usage == 0.25
+    assert stats.pending_prealloc_token_usage == 0.1
     assert stats.num_prefill_bootstrap_queue_reqs.total == 0
     prefill = SchedulerStats(
         **queue_stats(msgspec.structs.replace(ROOMS, mode="prefill"), num_pages=100)
@@ -76,6 +84,7 @@ def test_each_room_is_counted_once() -> None:
     assert collector.failed == [("bootstrap", 2), ("transfer", 1)]
     transfer = {"latency_ms": 500.0, "total_mb": 1024.0, "speed_gb_s": 2.0}
     assert collector.transfers == [transfer] * 4
+    assert collector.waits == [{"bootstrap_ms": 1500.0, "alloc_ms": 250.0}] * 4
 
     metrics.publish(ROOMS)
     assert len(collector.transfers) == 4, "nothing is counted twice"

@@ -1,0 +1,124 @@
+"""The two set-ups on the same two cores: prefill and decode on one core each, and one pipeline.
+
+Each server has a namespace of its own; router and clients are in the caller's, on both cores.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from benchmark.disaggregation.apart_report import APART, TOGETHER
+from benchmark.hosts.namespaces import Host, Network
+from benchmark.hosts.servers import HTTP_PORT, START_TIMEOUT_S, wait_until_ready
+from benchmark.support.engine import EngineFailure
+from benchmark.support.paths import SCRATCH
+from benchmark.tiers.tiered_servers import router_folder
+from sgl_pipeline.cluster.keys import KEY_VARIABLE
+from sgl_pipeline.managers.serve_pd import (
+    HOST,
+    ROUTER_FLAGS,
+    has_both,
+    router_environment,
+)
+from sgl_pipeline.process_lifetime import die_with_parent
+
+BOOTSTRAP_PORT = 8998
+# The router notices servers sooner.
+_INTERVALS = ("--health-check-interval-secs", "5", "--worker-startup-check-interval", "1")
+_STOP_TIMEOUT_S = 40.0
+
+
+@contextmanager
+def both_setups(
+    network: Network, model: Path, flags: list[str], port: int
+) -> Iterator[dict[str, str]]:
+    """The addresses that clients ask, by set-up, all servers ready.
+
+    Args:
+        network: hosts for prefill, decode and the pipeline of two stages, by their cores.
+        flags: of every server.
+        port: of the router, on loopback; its metrics are at the next one.
+
+    Raises EngineFailure where one does not come up.
+    """
+    prefill, decode, whole = network.hosts
+    key = {KEY_VARIABLE: secrets.token_hex(32)}
+    common = ["--model-path", str(model), "--host", "0.0.0.0", "--port", str(HTTP_PORT), *flags]
+    with ExitStack() as stack:
+        log = stack.enter_context(_log().open("w"))
+        servers = {}
+        for host, mode in ((prefill, "prefill"), (decode, "decode")):
+            role = ["--pp", "1", "--disaggregation-mode", mode]
+            role += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
+            servers[_url(host)] = _start(stack, host, [*common, *role], key, log)
+        servers[_url(whole)] = _start(stack, whole, [*common, "--pp", "2"], {}, log)
+        for url, server in servers.items():
+            wait_until_ready([server], url, _log())
+        router = subprocess.Popen(
+            _router_command(prefill, decode, port),
+            env=router_environment(str(router_folder())),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        stack.callback(_stop, router)
+        url = f"http://{HOST}:{port}"
+        _wait_until(lambda: has_both(url), router)
+        yield {APART: url, TOGETHER: _url(whole)}
+
+
+def _start(
+    stack: ExitStack,
+    host: Host,
+    flags: list[str],
+    variables: Mapping[str, str],
+    log: IO[str],
+) -> "subprocess.Popen[str]":
+    server = host.start(
+        *(sys.executable, "-m", "sgl_pipeline.launch_server", *flags),
+        env=os.environ | variables,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    stack.callback(_stop, server)
+    return server
+
+
+def _router_command(prefill: Host, decode: Host, port: int) -> list[str]:
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+    command += ["--prefill", _url(prefill), str(BOOTSTRAP_PORT), "--decode", _url(decode)]
+    command += ["--host", HOST, "--port", str(port)]
+    command += ["--prometheus-host", HOST, "--prometheus-port", str(port + 1)]
+    return [*command, *ROUTER_FLAGS, *_INTERVALS]
+
+
+def _url(host: Host) -> str:
+    return f"http://{host.address}:{HTTP_PORT}"
+
+
+def _log() -> Path:
+    return SCRATCH / "apart_or_together.log"
+
+
+def _wait_until(holds: Callable[[], bool], router: "subprocess.Popen[bytes]") -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not holds():
+        if router.poll() is not None or time.monotonic() > deadline_s:
+            raise EngineFailure(f"the router has not found both servers; see {_log()}")
+        time.sleep(0.5)
+
+
+def _stop(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
