@@ -30,6 +30,7 @@ STATUSES: dict[str, int | None] = {
     r"the prefill server \S+( \S+)? was not ready for \S+ s$": 503,
     r"the prompt has not come for \S+ s: .+": 503,
     r"p:\d does not give the pages of the prompt: .+": 503,
+    r"other requests needed the pages, and no decode server had asked for the room for \S+ s$": 503,
     r"no decode server has asked for the room for \S+ s$": 503,
     r"the decode server has not read the pages for \S+ s$": 503,
     r"the prefill server has got no request of the room for \S+ s$": 503,
