@@ -5,7 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from support.paired_servers import IDENTITY, DecodeServer, PrefillServer, RoomWorld, room_request
-from support.stored_pipeline import PAGE_SIZE, PLACE, RULES, MemoryStore, right_output
+from support.stored_pipeline import (
+    NUM_LAYERS,
+    PAGE_SIZE,
+    PLACE,
+    RULES,
+    MemoryStore,
+    right_output,
+)
 
 from sgl_pipeline.disaggregation import half_rooms
 from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S, DecodeRooms
@@ -27,6 +34,7 @@ from sgl_pipeline.disaggregation.room_messages import (
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import LogprobSpec, Request, Room
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import LoadPages, PeerPlace, PeerStage
 
 PROMPT = [token % 7 for token in range(3, 40)]
@@ -515,6 +523,17 @@ def test_a_stage_that_is_lost_with_held_pages_fails_their_requests() -> None:
     )
     assert first.finish is not None and first.finish.kind == "length"
     world.check()
+
+
+def test_pages_that_were_handed_over_are_lost_with_another_number_of_stages() -> None:
+    world, prefill, _ = pair()
+    prefill_half(world, world.new_room())
+    step(world)
+    core = prefill.core
+    core.hand_over(0, "it leaves", world.now_s)
+    assert prefill.tier.held.num_pages == WHOLE_PAGES
+    core.use_stages(StagePlan(1, (NUM_LAYERS,)), (NUM_LAYERS,), world.now_s)
+    assert prefill.tier.held.num_pages == 0 and prefill.tier.held.lost
 
 
 def test_a_load_that_was_cut_off_is_not_in_its_own_way() -> None:
