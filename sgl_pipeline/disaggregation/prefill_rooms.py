@@ -152,6 +152,7 @@ class PrefillRooms:
     def take(self, session: int, message: FromDecode, now_s: float) -> None:
         """A message of a decode server."""
         self._take_ended(now_s)
+        self._take_offers(now_s)  # what is lost is not ready
         known = self._sessions.get(session)
         if known is None:
             return

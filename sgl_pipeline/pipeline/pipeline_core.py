@@ -139,6 +139,7 @@ class PipelineCore:
             max_layers: the most layers that each of them may hold at once.
         """
         assert self._is_halted, "steps may be on their way"
+        self.scheduler.tier.lose_stages()  # after a handover it still holds pages
         self.plan = plan
         self.scheduler.epoch = plan.epoch
         self.scheduler.use_stages(plan.num_stages, now_s)

@@ -105,6 +105,7 @@ class ArrivalsFromPeers:
         hashes = prefix_hashes(path, self._storage.page_size)[:num_pages]
         arrival = self._held[request]
         self._drop_wish(arrival)
+        self._unpromise(request)  # an earlier load must not be in the way of this one
         arrival.source, arrival.num_pages, arrival.is_loading = source, len(hashes), False
         records = [PageRecord(page_hash, (), b"") for page_hash in hashes]
         arrival.wish = Wish(request, math.inf, records=records, source=source)
@@ -146,7 +147,7 @@ class ArrivalsFromPeers:
         arrival = self._held.pop(request, None)
         if arrival is not None:
             self._drop_wish(arrival)
-        self.promised_output_tokens -= self._promised.pop(request, 0)
+        self._unpromise(request)
 
     # What `PageLoads` reports
 
@@ -268,6 +269,9 @@ class ArrivalsFromPeers:
         if request not in self._promised:
             self._promised[request] = request.stops.max_new_tokens
             self.promised_output_tokens += request.stops.max_new_tokens
+
+    def _unpromise(self, request: Request) -> None:
+        self.promised_output_tokens -= self._promised.pop(request, 0)
 
     @staticmethod
     def _drop_wish(arrival: _Arrival) -> None:

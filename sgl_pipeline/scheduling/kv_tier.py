@@ -171,6 +171,13 @@ class KvTier:
         """True if the stages know of an offer or a lease."""
         return self.held.has_offers or self.lent.has_leases
 
+    @property
+    def only_saves(self) -> bool:
+        """True if saves hold pages, and something that could be loaded is not."""
+        return bool(
+            self.wishes.has_found and not self.loads.num_under_way and self.saves.saving_pages
+        )
+
     # Orders, reports
 
     def next_orders(

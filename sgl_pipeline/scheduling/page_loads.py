@@ -238,10 +238,12 @@ class PageLoads:
     # Inside
 
     def _awaited_pages(self) -> int:
-        """Pages that were loaded for requests that still wait."""
+        """Pages that were loaded for requests that still wait. Those of a prompt that has not come
+        whole may be evicted: else two that lack some would wait for each other."""
         for request in [one for one in self._awaited if one not in self._waiting]:
             del self._awaited[request]
-        return sum(self._awaited.values())
+        held = self._arrivals.holds
+        return sum(num_pages for one, num_pages in self._awaited.items() if not held(one))
 
     def _start(
         self,

@@ -198,7 +198,8 @@ class StepScheduler:
         self._ages.retracted(self._preemption.take_retracted(), now_s)
         self._ages.scheduled(chunks, now_s)
         if not chunks:
-            if not self._in_flight and (self._running or self._waiting.head() is not None):
+            wants_pages = self._running or self._waiting.head() is not None
+            if not self._in_flight and (wants_pages or self.tier.only_saves):
                 self.tier.starves(now_s)
             return None
         self.tier.runs()

@@ -1,7 +1,5 @@
 """Requests whose prompts stay on the prefill server, which lends its pages for their attention."""
 
-from random import Random
-
 import pytest
 from support.paired_servers import DecodeServer, PrefillServer, RoomWorld, room_request
 from support.stored_pipeline import PAGE_SIZE, right_output
@@ -29,7 +27,7 @@ def pair(
     log_pages: int | None = None,
     ratio: float | None = float("inf"),
 ) -> Pair:
-    world = RoomWorld(Random(0), limits, offload_ratio=ratio)
+    world = RoomWorld(limits, offload_ratio=ratio)
     prefill = world.add(PrefillServer, "p:1", prefill_layers, prefill_pages, log_pages)
     decode = world.add(DecodeServer, "d", decode_layers, decode_pages, log_pages)
     return world, prefill, decode

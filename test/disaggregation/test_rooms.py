@@ -1,12 +1,18 @@
 """A request's prompt is computed on one server and its tokens drawn on another."""
 
 from dataclasses import replace
-from random import Random
 from types import SimpleNamespace
 
 import pytest
 from support.paired_servers import IDENTITY, DecodeServer, PrefillServer, RoomWorld, room_request
-from support.stored_pipeline import PAGE_SIZE, MemoryStore, right_output
+from support.stored_pipeline import (
+    NUM_LAYERS,
+    PAGE_SIZE,
+    PLACE,
+    RULES,
+    MemoryStore,
+    right_output,
+)
 
 from sgl_pipeline.disaggregation import half_rooms
 from sgl_pipeline.disaggregation.decode_rooms import MISSING_S, ORPHAN_S, DecodeRooms
@@ -28,7 +34,8 @@ from sgl_pipeline.disaggregation.room_messages import (
 from sgl_pipeline.disaggregation.rooms_state import decode_state, prefill_state
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import LogprobSpec, Request, Room
-from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
+from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.store_orders import LoadPages, PeerPlace, PeerStage
 
 PROMPT = [token % 7 for token in range(3, 40)]
 WHOLE_PAGES = len(PROMPT) // PAGE_SIZE
@@ -45,7 +52,7 @@ def pair(
     decode_pages: int = 32,
     store: MemoryStore | None = None,
 ) -> Pair:
-    world = RoomWorld(Random(0), limits)
+    world = RoomWorld(limits)
     prefill = world.add(PrefillServer, "p:1", prefill_layers, prefill_pages)
     decode = world.add(DecodeServer, "d", decode_layers, decode_pages, store=store)
     return world, prefill, decode
@@ -516,6 +523,77 @@ def test_a_stage_that_is_lost_with_held_pages_fails_their_requests() -> None:
     )
     assert first.finish is not None and first.finish.kind == "length"
     world.check()
+
+
+def test_pages_that_were_handed_over_are_lost_with_another_number_of_stages() -> None:
+    world, prefill, _ = pair()
+    prefill_half(world, world.new_room())
+    step(world)
+    core = prefill.core
+    core.hand_over(0, "it leaves", world.now_s)
+    assert prefill.tier.held.num_pages == WHOLE_PAGES
+    core.use_stages(StagePlan(1, (NUM_LAYERS,)), (NUM_LAYERS,), world.now_s)
+    assert prefill.tier.held.num_pages == 0 and prefill.tier.held.lost
+
+
+def test_a_load_that_was_cut_off_is_not_in_its_own_way() -> None:
+    world, _, decode = pair(decode_pages=11)  # as many as the request needs
+    _, second = both(world)
+    step(world, transfers=False)
+    assert decode.tier.loads.promised_pages == WHOLE_PAGES
+    decode.tier.interrupt()
+    world.run()
+    world.check()
+    assert second.finish is not None and second.finish.kind == "length"
+
+
+def test_pages_that_came_of_a_load_that_fell_short_are_not_in_its_way() -> None:
+    world, prefill, decode = pair(decode_pages=11)
+    number = world.new_room()
+    prefill_half(world, number)
+    step(world)
+    offer = prefill.stages[0].offers[number]  # type: ignore[attr-defined]
+    late = {page_hash: offer.pop(page_hash) for page_hash in [*offer][5:]}
+    decode_half(world, number)
+    step(world)
+    assert decode.tier.arrivals.counts.loaded_pages == 5
+    offer |= late
+    world.run()
+    world.check()
+    assert decode.tier.arrivals.counts.loaded_pages == WHOLE_PAGES
+
+
+def test_a_store_that_hangs_keeps_no_prompt_from_coming() -> None:
+    world, _, decode = pair(decode_pages=12, store=MemoryStore())
+    decode.tier.use(PLACE, replace(RULES, save_share=0.9))
+    _, second = both(world)
+    _step_without_saves(world, 40)
+    assert second.finish is not None and decode.tier.saves.saving_pages == WHOLE_PAGES
+    _, fourth = both(world, PROMPT[::-1])
+    _step_without_saves(world, 300)
+    assert fourth.finish is not None and fourth.finish.kind == "length"
+
+
+def _step_without_saves(world: RoomWorld, turns: int) -> None:
+    for _ in range(turns):
+        step(world, 1, transfers=False)
+        for stage in (stage for one in world.decodes() for stage in one.stages):
+            for order in [one for one in stage.transfers if isinstance(one, LoadPages)]:
+                world.decodes()[0].end_transfer(stage.stage, stage.transfers.index(order))
+
+
+def test_pages_that_were_just_lost_are_not_ready_for_a_room_that_is_wanted_now() -> None:
+    world, prefill, _ = pair()
+    both(world)
+    world.run()
+    number = world.new_room()
+    prefill_half(world, number, PROMPT[::-1])
+    step(world)
+    prefill.lose(0)
+    (stream,) = world.streams
+    prefill.rooms.take(stream.number, Want(number), world.now_s)
+    reason = "a stage of the prefill server was lost with the prompt's pages"
+    assert prefill.rooms.outbox == [(stream.number, End(number, reason, 503))]
 
 
 def test_layers_that_move_are_read_where_they_are() -> None:

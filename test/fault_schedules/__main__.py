@@ -2,6 +2,7 @@
 
     make fault-schedules SEEDS=100000
     make fault-schedules SEEDS=1 FIRST=1234     # one seed again, bit for bit
+    make fault-schedules WORLD=disaggregated    # prefill and decode apart
 
 Needs no model, no sockets and no clock. Exits with 1 when a seed failed.
 """
@@ -11,87 +12,95 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
-from fault_schedules.outcome import Outcome
+from fault_schedules.disaggregated_world import run_disaggregated_seed
 from fault_schedules.world import run_seed
 
 _SEEDS_A_TASK = 50
 _PROGRESS_S = 5.0
+# What a seed is run by, and what is said of all of them.
+_WORLDS: dict[str, tuple[Callable[[int], Counter[str]], str]] = {
+    "server": (
+        lambda seed: run_seed(seed).counts,
+        "{num_steps} steps, {num_retractions} retractions, {num_aborts} requests that ended early, "
+        "{num_moves} layer moves and {num_abandoned_moves} that were abandoned, "
+        "{num_lost_workers} lost workers and {num_recoveries} recoveries, {num_shrunk} to fewer "
+        "stages and {num_grown} to more, {num_leaves} workers asked to leave and {num_handovers} "
+        "handovers, with {num_replayed_tokens} tokens computed again by a stage alone, {has_tier} "
+        "seeds with a store, {num_saved_tokens} tokens saved and {num_loaded_tokens} loaded, "
+        "{num_broken_pages} broken pages, {num_moves_in_transfers} moves and {num_lost_transfers} "
+        "transfers cut off",
+    ),
+    "disaggregated": (
+        lambda seed: run_disaggregated_seed(seed).counts,
+        "{steps} steps, {retractions} retractions, {halves} halves of requests, {aborts} of which "
+        "ended early, {transferred} ends of rooms that were read, {bootstrap_failed} that failed "
+        "before and {transfer_failed} in the transfer, {computed_here} prompts computed by the "
+        "decode server, {pages} pages read and {failed_loads} loads that fell short, {moves} layer "
+        "moves, {lost_workers} lost workers, {recoveries} recoveries and {handovers} handovers, "
+        "{deaths} dead servers and {breaks} broken streams, {stores} servers with a store",
+    ),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fault_schedules", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--world", choices=[*_WORLDS], default="server")
     parser.add_argument("--seeds", type=int, default=1_000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(argv)
     seeds = range(options.first, options.first + options.seeds)
-    steps = retractions = aborts = moves = abandoned = lost = recoveries = replayed = done = 0
-    fewer = more = leaves = handovers = tiers = saved = loaded = broken = cut_off = 0
+    _, sentence = _WORLDS[options.world]
+    totals: Counter[str] = Counter()
     failed: list[int] = []
+    done = 0
     started_s = shown_s = time.monotonic()
-    for seed, result in _results(seeds, options.processes):
+    for seed, result in _results(options.world, seeds, options.processes):
         done += 1
-        if isinstance(result, Outcome):
-            steps += result.num_steps
-            retractions += result.num_retractions
-            aborts += result.num_aborts
-            moves += result.num_moves
-            abandoned += result.num_abandoned_moves
-            lost += result.num_lost_workers
-            recoveries += result.num_recoveries
-            leaves += result.num_leaves
-            handovers += result.num_handovers
-            fewer += result.num_shrunk
-            more += result.num_grown
-            replayed += result.num_replayed_tokens
-            tiers += result.has_tier
-            saved += result.num_saved_tokens
-            loaded += result.num_loaded_tokens
-            broken += result.num_broken_pages
-            cut_off += result.num_moves_in_transfers + result.num_lost_transfers
+        if isinstance(result, Counter):
+            totals += result
         else:
             failed.append(seed)
-            print(f"seed {seed} failed:\n{result}", flush=True)
+            again = f"make fault-schedules WORLD={options.world} SEEDS=1 FIRST={seed}"
+            print(f"seed {seed} failed, again: {again}\n{result}", flush=True)
         now_s = time.monotonic()
         if now_s - shown_s >= _PROGRESS_S:
             shown_s = now_s
             left_s = (now_s - started_s) / done * (len(seeds) - done)
             print(f"{done} of {len(seeds)} seeds, {left_s:.0f} s left", flush=True)
     print(
-        f"{done} seeds in {time.monotonic() - started_s:.0f} s: {steps} steps, {retractions} "
-        f"retractions, {aborts} requests that ended early, {moves} layer moves and "
-        f"{abandoned} that were abandoned, {lost} lost workers and {recoveries} recoveries, "
-        f"{fewer} to fewer stages and {more} to more, {leaves} workers asked to leave and "
-        f"{handovers} handovers, "
-        f"with {replayed} tokens computed again by a stage alone, "
-        f"{tiers} seeds with a store, {saved} tokens saved and {loaded} loaded, {broken} broken "
-        f"pages and {cut_off} interrupts of transfers, "
+        f"{done} seeds in {time.monotonic() - started_s:.0f} s: {sentence.format_map(totals)}, "
         f"{len(failed)} seeds failed {failed[:20]}"
     )
     return 1 if failed else 0
 
 
-def _results(seeds: range, num_processes: int) -> Iterator[tuple[int, Outcome | str]]:
-    """Each seed's outcome, or the traceback of its failure."""
+def _results(
+    world: str, seeds: range, num_processes: int
+) -> Iterator[tuple[int, Counter[str] | str]]:
+    """Each seed's counts, or the traceback of its failure."""
     parts = [seeds[start : start + _SEEDS_A_TASK] for start in range(0, len(seeds), _SEEDS_A_TASK)]
     if num_processes == 1 or len(parts) == 1:
         for part in parts:
-            yield from _run(part)
+            yield from _run(world, part)
         return
     with ProcessPoolExecutor(num_processes) as pool:
-        for results in pool.map(_run, parts):
+        for results in pool.map(partial(_run, world), parts):
             yield from results
 
 
-def _run(seeds: Iterable[int]) -> list[tuple[int, Outcome | str]]:
-    results: list[tuple[int, Outcome | str]] = []
+def _run(world: str, seeds: Iterable[int]) -> list[tuple[int, Counter[str] | str]]:
+    run, _ = _WORLDS[world]
+    results: list[tuple[int, Counter[str] | str]] = []
     for seed in seeds:
         try:
-            results.append((seed, run_seed(seed)))
+            results.append((seed, run(seed)))
         except Exception:
             results.append((seed, traceback.format_exc()))
     return results

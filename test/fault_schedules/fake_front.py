@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fault_schedules.fake_model import VOCABULARY, NoRepeats, Oracle, logprobs_of
+from fault_schedules.virtual_time import EventLoop
 
 from sgl_pipeline.page_hash import namespace_hash
 from sgl_pipeline.requests import (
@@ -34,9 +35,16 @@ class Client:
     compile_s: float
     tokens: list[int] = field(default_factory=list)
     ends: list[FinishReason] = field(default_factory=list)
+    ended_s: float = 0.0
 
 
-def make_clients(rng: Random, num_clients: int, span_s: float, max_tokens: int) -> list[Client]:
+def make_clients(
+    rng: Random,
+    num_clients: int,
+    span_s: float,
+    max_tokens: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> list[Client]:
     """Clients that arrive within `span_s`. Half of the prompts begin with one of two prefixes."""
     prefixes = [_tokens(rng, rng.randint(1, max_tokens)) for _ in range(2)]
     clients = []
@@ -50,7 +58,7 @@ def make_clients(rng: Random, num_clients: int, span_s: float, max_tokens: int) 
             prompt_ids=prompt,
             sampling=GREEDY,
             stops=StopRules(
-                max_new_tokens=rng.choice((0, 1, 2, *[rng.randint(1, MAX_NEW_TOKENS)] * 5)),
+                max_new_tokens=rng.choice((0, 1, 2, *[rng.randint(1, max_new_tokens)] * 5)),
                 stop_token_ids=frozenset({0} if rng.random() < 0.2 else ()),
             ),
             priority=rng.choice((0, 0, 0, 1, 2)),
@@ -97,12 +105,18 @@ def _tokens(rng: Random, count: int) -> list[int]:
 
 
 class FakeFront:
-    """Keeps what each client got, and judges it."""
+    """Keeps what each client got, by the clock of `loop`, and judges it."""
 
-    def __init__(self, clients: list[Client], num_layers: int) -> None:
+    def __init__(self, clients: list[Client], num_layers: int, loop: EventLoop) -> None:
         self.clients = clients
+        self._loop = loop
         self._num_layers = num_layers
         self._client_of = {client.request: client for client in clients}
+
+    def add(self, client: Client) -> None:
+        """Another client has come."""
+        self.clients.append(client)
+        self._client_of[client.request] = client
 
     def send_events(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -110,11 +124,13 @@ class FakeFront:
             assert not client.ends, f"request {event.request.request_id} got a token after its end"
             client.tokens += event.token_ids
             if event.finish is not None:
-                client.ends.append(event.finish)
+                self.end(event.request, event.finish)
 
     def end(self, request: Request, finish: FinishReason) -> None:
-        """A request was refused, aborted, displaced or overdue."""
-        self._client_of[request].ends.append(finish)
+        """A request has ended by itself, or was refused, aborted, displaced or overdue."""
+        client = self._client_of[request]
+        client.ends.append(finish)
+        client.ended_s = self._loop.now_s
 
     def has_ended(self, client: Client) -> bool:
         return bool(client.ends)

@@ -1,9 +1,4 @@
-"""What a fake worker's store orders do, beside its steps: the queues and the pace of the real
-stage, whose threads are events here, page by page.
-
-What may be cut off is: a session that is over touches the pages of the stage no more, though what
-it was writing to the store may still get there.
-"""
+"""What a fake worker's orders about stored and offered pages do, beside its steps."""
 
 from array import array
 from collections import Counter, deque
@@ -12,10 +7,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fault_schedules.fake_model import FakeStage
+from fault_schedules.fake_offers import FakeOffers, FakePeers
+from fault_schedules.fake_peer_reads import FakePeerReads
+from fault_schedules.fake_session import FakeSession
+from fault_schedules.fake_store_session import After, FakeStoreSession
 from fault_schedules.faulty_store import SLOT_BYTES, Content, FaultyStore
 
 from sgl_pipeline.errors import BrokenObject, StoreError
-from sgl_pipeline.object_layers import object_parts, written_runs
 from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     PageTransfer,
     TransferJobs,
@@ -25,18 +23,15 @@ from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
     UINT32,
     LoadPages,
+    OfferPages,
     PagesLoaded,
     PagesSaved,
     SavePages,
     StorePlace,
     StoreReport,
     UseStore,
+    WithdrawPages,
 )
-
-# A save looks again for its turn a little after the moment at which it may have it.
-LATER_S = 1e-6
-
-After = Callable[[float, Callable[[], None]], None]
 
 
 @dataclass(slots=True)
@@ -52,30 +47,14 @@ class FakeStores:
         return self.by_address[place.address]
 
 
-@dataclass(slots=True, eq=False)
-class _Session:
-    """From a `UseStore` to the next interrupt."""
-
-    store: FaultyStore
-    layers: range
-    jobs: TransferJobs
-    is_loading: bool = False
-    is_saving: bool = False
-    is_over: bool = False
-
-    @property
-    def runs(self) -> tuple[range, ...]:
-        """The layers of each object that it writes."""
-        return written_runs(self.layers, is_grouped=self.store.groups_layers)
-
-
 class FakeTransfers:
     """What `pp_runner/page_store/page_transfers.py` is to a stage.
 
     Args:
         num_pages: of the pool.
         plan: gives that of the newest steps.
-        may_start: whether pages of the plan's layers are all here; until then transfers wait.
+        may_start: whether pages of the plan's layers are all here; until then transfers and offers
+            wait.
         after: runs a call later, unless the worker has died.
         has_news: called when `take_reports` has something.
     """
@@ -83,6 +62,7 @@ class FakeTransfers:
     def __init__(
         self,
         stores: FakeStores,
+        peers: FakePeers,
         stage: int,
         pages: FakeStage,
         num_pages: Callable[[], int],
@@ -92,26 +72,33 @@ class FakeTransfers:
         after: After,
         has_news: Callable[[], None],
     ) -> None:
-        self._stores, self._rng = stores, stores.rng
+        self._stores, self._peers = stores, peers
         self._stage, self._pages, self._num_pages = stage, pages, num_pages
         self._plan, self._may_start = plan, may_start
         self._now_s, self._after, self._has_news = now_s, after, has_news
-        self._place: StorePlace | None = None
-        self._session: _Session | None = None
+        self.offers = FakeOffers(pages, self._own_layers)
+        self._use = UseStore(None)
+        self._sessions: dict[str, FakeSession] = {}  # by source
         self._unanswered: dict[int, PageTransfer] = {}
         self._held: deque[PageTransfer] = deque()
         self._done: deque[StoreReport] = deque()
 
-    def obey(self, order: UseStore | SavePages | LoadPages) -> None:
+    def obey(self, order: UseStore | SavePages | LoadPages | OfferPages | WithdrawPages) -> None:
         if isinstance(order, UseStore):
             self.cancel("a store" if order.place is not None else "no store")
-            self._place = order.place
-            self._begin_session()
+            self._use = order
+            self._begin_sessions()
             return
-        assert self._session is not None, "a transfer was ordered, and no store is in use"
+        if isinstance(order, OfferPages | WithdrawPages):
+            self.offers.obey(order)
+            self._start_held()
+            return
         job = page_transfer(order, self._num_pages(), self._plan().num_layers)
+        assert job.source in self._sessions, "a transfer was ordered, and its source is not in use"
         taken = {page for one in self._unanswered.values() if one.is_load for page in one.pages}
         assert taken.isdisjoint(job.pages), "a page is in a transfer while another one fills it"
+        if job.is_load:
+            self.offers.check_written(job.pages)
         self._unanswered[job.transfer] = job
         self._held.append(job)
         self._start_held()
@@ -122,161 +109,89 @@ class FakeTransfers:
         return [self._answer(self._done.popleft()) for _ in range(len(self._done))]
 
     def refuse_open(self, reason: str) -> list[StoreReport]:
-        """Gives up what is under way, and the reports to send on it; later orders are obeyed."""
-        session, jobs = self._session, [*self._unanswered.values()]
-        if session is None:
-            return []
-        self._end_session(reason)
-        self._begin_session()
+        """Gives up what is under way, and the reports to send on it, and forgets all offers; later
+        orders are obeyed."""
+        sessions, jobs = {**self._sessions}, [*self._unanswered.values()]
+        self._end_sessions(reason)
+        self._begin_sessions()
         failure = StoreError(reason)
         return [
-            self._loaded(session, job, 0, 0.0, failure)
+            self._loaded(sessions[job.source], job, 0, 0.0, failure)
             if job.is_load
-            else self._saved(session, job, array(UINT32), 0.0, failure)
+            else self._saved(sessions[job.source], job, array(UINT32), 0.0, failure)
             for job in jobs
         ]
 
     def cancel(self, reason: str) -> None:
-        """Forgets the store and all transfers."""
-        self._place = None
-        self._end_session(reason)
+        """Forgets the store, all peers, transfers and offers."""
+        self._use = UseStore(None)
+        self._end_sessions(reason)
 
     def check_step(self, read: Collection[int], written: Collection[int]) -> None:
-        """Asserts that a step that is about to run leaves the pages of open transfers alone."""
+        """Asserts that a step that is about to run leaves the pages of open transfers alone, and
+        writes none that a peer may read."""
         for job in self._unanswered.values():
             pages = {*job.pages}
             assert not job.is_load or pages.isdisjoint(read), "a page that is loaded is read"
             assert pages.isdisjoint(written), "a page in a transfer is written by a step"
+        self.offers.check_written(written)
 
-    def _begin_session(self) -> None:
-        if self._place is not None:
-            store, layers = self._stores.at(self._place), self._plan().layers_of(self._stage)
-            jobs = TransferJobs(self._place.save_bytes_per_s)
-            self._session = _Session(store, layers, jobs)
+    def _own_layers(self) -> range:
+        layers = self._plan().layers_of(self._stage)
+        return range(layers.start, layers.stop)
 
-    def _end_session(self, reason: str) -> None:
-        if self._session is not None:
+    def _begin_sessions(self) -> None:
+        layers, plan = self._own_layers(), self._plan()
+        if (place := self._use.place) is not None:
+            self._sessions[""] = FakeStoreSession(
+                self._stores.at(place),
+                layers,
+                plan.num_layers,
+                TransferJobs(place.save_bytes_per_s),
+                self._pages,
+                self._object_bytes,
+                self._stores.rng,
+                self._load_ended,
+                self._save_ended,
+                self._now_s,
+                self._after,
+            )
+        for peer in self._use.peers:
+            self._sessions[peer.name] = FakePeerReads(
+                peer,
+                self._peers,
+                layers,
+                self._fill,
+                self._load_ended,
+                self._now_s,
+                self._after,
+            )
+
+    def _end_sessions(self, reason: str) -> None:
+        self.offers.forget()
+        if self._sessions:
             self._stores.cut_off[reason] += len(self._unanswered)
-            self._session.is_over = True
-        self._session = None
+        for session in self._sessions.values():
+            session.is_over = True
+        self._sessions.clear()
         self._unanswered.clear()
         self._held.clear()
         self._done.clear()
 
     def _start_held(self) -> None:
-        if not self._held or not self._may_start():
+        if not self._may_start():
             return
-        session = self._session
-        assert session is not None
+        self.offers.make()
+        if not self._held:
+            return
         while self._held:
-            session.jobs.add(self._held.popleft())
-        self._next_load(session)
-        self._next_save(session)
+            job = self._held.popleft()
+            self._sessions[job.source].add(job)
+        if isinstance(session := self._sessions.get(""), FakeStoreSession):
+            session.start()
 
-    # The two threads of a session
-
-    def _next_load(self, session: _Session) -> None:
-        if session.is_loading or session.is_over:
-            return
-        job = session.jobs.next_load()
-        session.is_loading = job is not None
-        if job is not None:
-            self._load(session, job, 0, self._now_s())
-
-    def _load(self, session: _Session, job: PageTransfer, index: int, began_s: float) -> None:
-        if index == len(job.pages):
-            self._end_load(session, job, index, began_s, None)
-            return
-        if session.store.hangs():
-            return
-        read_s = self._rng.random() * session.store.tempo.read_s
-        self._after(read_s, lambda: self._fill(session, job, index, began_s))
-
-    def _fill(self, session: _Session, job: PageTransfer, index: int, began_s: float) -> None:
-        """The objects of a page have been read."""
-        if session.is_over:
-            return
-        num_layers = self._plan().num_layers
-        try:
-            for part in object_parts(job.cuts[index], (1,) * num_layers, session.layers):
-                due = job.checksums_of(index, part.layers)
-                contents = session.store.read(job.hash_of(index), part, due)
-                for layer, content in zip(part.layers, contents, strict=True):
-                    self._pages.pages[layer][job.pages[index]] = dict(enumerate(content))
-        except StoreError as error:
-            self._end_load(session, job, index, began_s, error)
-        else:
-            self._load(session, job, index + 1, began_s)
-
-    def _end_load(
-        self,
-        session: _Session,
-        job: PageTransfer,
-        num_pages: int,
-        began_s: float,
-        failure: StoreError | None,
-    ) -> None:
-        session.is_loading = False
-        session.jobs.load_ended()
-        self._end(self._loaded(session, job, num_pages, self._now_s() - began_s, failure))
-        self._next_load(session)
-
-    def _next_save(self, session: _Session) -> None:
-        if session.is_saving or session.is_over:
-            return
-        job = session.jobs.next_save(self._now_s())
-        session.is_saving = job is not None
-        if job is not None:
-            self._save(session, job, array(UINT32))
-
-    def _save(self, session: _Session, job: PageTransfer, checksums: "array[int]") -> None:
-        """Copies the next page, when it may."""
-        if session.is_over:
-            return
-        index = len(checksums) // len(session.layers)
-        if index == len(job.pages):
-            self._end_save(session, job, checksums, None)
-            return
-        wait_s = session.jobs.save_wait_s(self._now_s())
-        if wait_s > 0.0:
-            self._after(wait_s + LATER_S, lambda: self._save(session, job, checksums))
-            return
-        if session.store.hangs():
-            return
-        session.jobs.save_begins(self._object_bytes * len(session.layers), self._now_s())
-        page = job.pages[index]
-        contents = [[self._pages.content(layer, page) for layer in run] for run in session.runs]
-        write_s = self._rng.random() * session.store.tempo.write_s
-        self._after(write_s, lambda: self._write(session, job, checksums, contents))
-
-    def _write(
-        self,
-        session: _Session,
-        job: PageTransfer,
-        checksums: "array[int]",
-        contents: list[list[Content]],
-    ) -> None:
-        """The objects of a page are written."""
-        index = len(checksums) // len(session.layers)
-        try:
-            for run, of_run in zip(session.runs, contents, strict=True):
-                checksums.extend(session.store.write(job.hash_of(index), run, of_run))
-        except StoreError as error:
-            if not session.is_over:
-                self._end_save(session, job, checksums, error)
-        else:
-            self._save(session, job, checksums)
-
-    def _end_save(
-        self,
-        session: _Session,
-        job: PageTransfer,
-        checksums: "array[int]",
-        failure: StoreError | None,
-    ) -> None:
-        session.is_saving = False
-        self._end(self._saved(session, job, checksums, self._rng.random(), failure))
-        self._next_save(session)
+    def _fill(self, page: int, layer: int, content: Content) -> None:
+        self._pages.pages[layer][page] = dict(enumerate(content))
 
     # Reports
 
@@ -284,13 +199,31 @@ class FakeTransfers:
     def _object_bytes(self) -> int:
         return SLOT_BYTES * self._pages.page_size
 
-    def _end(self, report: StoreReport) -> None:
-        self._done.append(report)
+    def _load_ended(
+        self,
+        session: FakeSession,
+        job: PageTransfer,
+        num_pages: int,
+        busy_s: float,
+        failure: StoreError | None,
+    ) -> None:
+        self._done.append(self._loaded(session, job, num_pages, busy_s, failure))
+        self._has_news()
+
+    def _save_ended(
+        self,
+        session: FakeSession,
+        job: PageTransfer,
+        checksums: "array[int]",
+        failure: StoreError | None,
+    ) -> None:
+        busy_s = self._stores.rng.random()
+        self._done.append(self._saved(session, job, checksums, busy_s, failure))
         self._has_news()
 
     def _loaded(
         self,
-        session: _Session,
+        session: FakeSession,
         job: PageTransfer,
         num_pages: int,
         busy_s: float,
@@ -308,12 +241,13 @@ class FakeTransfers:
 
     def _saved(
         self,
-        session: _Session,
+        session: FakeSession,
         job: PageTransfer,
         checksums: "array[int]",
         busy_s: float,
         failure: StoreError | None,
     ) -> PagesSaved:
+        assert isinstance(session, FakeStoreSession)
         num_layers = len(session.layers)
         num_pages = len(checksums) // num_layers
         return PagesSaved(

@@ -10,6 +10,7 @@ from random import Random
 from fault_schedules.fake_log import FakeLog
 from fault_schedules.fake_model import FakeStage
 from fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
+from fault_schedules.fake_offers import FakeOffers, FakePeers
 from fault_schedules.fake_row_links import FakeRowLinks, Rows
 from fault_schedules.fake_transfers import FakeStores, FakeTransfers
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
@@ -42,7 +43,13 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder, StageOrder
 from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
-from sgl_pipeline.wire.store_orders import LoadPages, SavePages, UseStore
+from sgl_pipeline.wire.store_orders import (
+    LoadPages,
+    OfferPages,
+    SavePages,
+    UseStore,
+    WithdrawPages,
+)
 
 # How often a worker that has nothing else to do looks after a move.
 MOVE_POLL_S = 0.02
@@ -88,6 +95,7 @@ class FakeWorker:
         row_links: FakeRowLinks,
         page_links: FakePageLinks,
         stores: FakeStores,
+        peers: FakePeers,
     ) -> None:
         self.number = number
         self.is_dead = False
@@ -112,7 +120,7 @@ class FakeWorker:
         self._layers = FakeStage(page_size, ())
         self._site: FakeSite | None = None
         self._mover: LayerMover[FakeRows] | None = None
-        self._stores = stores
+        self._stores, self._peers = stores, peers
         self._transfers: FakeTransfers | None = None
         # Orders; the first was opened, if it could not be obeyed at once.
         self._due: deque[SealedOrder | StageOrder | OwnOrder] = deque()
@@ -125,6 +133,13 @@ class FakeWorker:
     def held_layers(self) -> list[int]:
         """The layers that have pages here."""
         return sorted(self._layers.pages)
+
+    @property
+    def offers(self) -> FakeOffers | None:
+        """The pages that peers may read; None while nobody answers them."""
+        if self._stopped is not None or self._transfers is None:
+            return None
+        return self._transfers.offers
 
     def start(self) -> None:
         hello = WorkerHello(
@@ -271,6 +286,7 @@ class FakeWorker:
         )
         self._transfers = FakeTransfers(
             self._stores,
+            self._peers,
             stage,
             self._layers,
             num_pages=lambda: self._num_pages,
@@ -322,7 +338,7 @@ class FakeWorker:
                 self._mover.obey(order)
             elif isinstance(order, OwnOrder):
                 self._mover.obey(order)
-            elif isinstance(order, UseStore | SavePages | LoadPages):
+            elif isinstance(order, UseStore | SavePages | LoadPages | OfferPages | WithdrawPages):
                 self._transfers.obey(order)
             else:
                 assert isinstance(order, MirrorSnapshot)

@@ -1,7 +1,8 @@
 """What happened in a run that held, in numbers."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import RecoveryRecord
@@ -42,6 +43,14 @@ class Outcome:
     num_evicted_reads: int
     num_cut_due_nodes: int
     num_owed_tokens: int
+
+    @property
+    def counts(self) -> Counter[str]:
+        """All numbers that add up over seeds, by their names."""
+        return Counter({name: value for name, value in asdict(self).items() if name not in _OF_ONE})
+
+
+_OF_ONE = ("seed", "digest")
 
 
 def outcome_of(

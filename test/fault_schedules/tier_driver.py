@@ -13,6 +13,7 @@ from fault_schedules.fake_transfers import FakeStores
 from fault_schedules.faulty_store import FaultyStore, RightPages, random_tempo
 from fault_schedules.outsiders import flush_cache
 from fault_schedules.random_args import random_rules
+from fault_schedules.transfer_checks import check_transfers
 from fault_schedules.virtual_time import EventLoop
 
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
@@ -110,24 +111,10 @@ class TierDriver:
             self._loop.after(POLL_S, self._poll)
 
     def check(self) -> None:
-        """Asserts that no page of a transfer is given out: a load's is nobody else's, a save's is
-        cached and written by nobody; and that pages will be saved where all are."""
+        """Asserts that no page of a transfer is given out, and that pages will be saved where all
+        are."""
         self._check_due()
-        loads, saves = self._tier.loads._loads, self._tier.saves._saves
-        if not loads and not saves:
-            return
-        pages = self._core.scheduler._pages
-        runs = [node.run for node in pages._storage.cached_nodes() if node.run is not None]
-        cached = [page for run in runs for page in run.pages]
-        locked = {page for run in runs if run.lock_count for page in run.pages}
-        owned = [page for one in pages._holdings for page in one.pages]
-        in_use = set(pages.pages_in_use())
-        loading = [page for load in loads.values() for page in load.pages]
-        assert len(loading) == len(set(loading)), "two loads fill one page"
-        assert in_use.issuperset(loading), "a page that is loaded is free"
-        assert set(loading).isdisjoint([*cached, *owned]), "a page is used before it is loaded"
-        saving = {page for save in saves.values() for page in save.pages}
-        assert locked.issuperset(saving), "a page that is saved may be evicted"
+        check_transfers(self._core.scheduler)
 
     def _check_due(self) -> None:
         """Asserts that each page that counts as unsaved is before the end of a node that is due, if

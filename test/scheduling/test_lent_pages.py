@@ -1,7 +1,6 @@
 """Pages that are lent to other servers: which, when they come back, and what is declined."""
 
 import re
-from random import Random
 
 import pytest
 from support.paired_servers import PrefillServer, RoomStage, RoomWorld, room_request
@@ -22,7 +21,7 @@ IN_ALL = -(-TOKENS // PAGE_SIZE)
 
 def holding(num_pages: int = 32, *, lends: bool = True, rooms: int = 1) -> PrefillServer:
     """A prefill server of two stages that holds the same prompt for each of these rooms."""
-    world = RoomWorld(Random(0), RoomLimits(lends=lends))
+    world = RoomWorld(RoomLimits(lends=lends))
     server: PrefillServer = world.add(PrefillServer, "p:1", num_pages=num_pages)
     for number in range(1, rooms + 1):
         world.submit(server, room_request(f"r{number}", PROMPT, 1, Room(number)))

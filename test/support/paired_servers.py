@@ -2,7 +2,8 @@
 
 Stages hold what `stored_pipeline.py` says; those of a decode server read offered pages out of those
 of a prefill server, which assert that no step writes into what they offer. Streams between the
-schedulers delay, and where a test wants it lose and repeat, what they carry.
+schedulers delay, and where a test wants it lose and repeat, what they carry. `test/fault_schedules`
+has servers whose workers fail at any moment.
 """
 
 import math
@@ -349,15 +350,15 @@ class RoomWorld:
 
     def __init__(
         self,
-        random: Random,
         limits: RoomLimits,
+        random: Random | None = None,
         *,
         loss: float = 0.0,
         delays_s: Sequence[float] = (0.0,),
         offload_ratio: float | None = math.inf,
     ) -> None:
         self._delays_s, self._offload_ratio = delays_s, offload_ratio
-        self.random, self.limits, self.loss = random, limits, loss
+        self.random, self.limits, self.loss = random or Random(0), limits, loss
         self.now_s = 0.0
         self.network: Network = {}
         self.servers: list[PrefillServer | DecodeServer] = []
