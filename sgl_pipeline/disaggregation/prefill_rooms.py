@@ -35,6 +35,9 @@ from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.wire.store_orders import PeerStage
 
+# How long pages that no decode server asks for may keep other prompts from being computed. Both
+# halves of a room are sent at once: by then the other server is dead, and has never heard of it.
+UNWANTED_S = 10.0
 _TICK_S = 0.1
 
 
@@ -294,9 +297,12 @@ class PrefillRooms:
                     waited = f"for {self._limits.waiting_timeout_s:g} s"
                     reason = f"the decode server has not read the pages {waited}"
                     self._fail(number, reason, 503, now_s)
-            elif room.held_s is not None and now_s - room.held_s > patience_s:
-                waited = f"for {patience_s:g} s"
-                self._fail(number, f"no decode server has asked for the room {waited}", 503, now_s)
+            elif room.held_s is not None:
+                hurries = room.session is None and self._held.is_full
+                limit_s = min(UNWANTED_S, patience_s) if hurries else patience_s
+                if now_s - room.held_s > limit_s:
+                    reason = f"no decode server has asked for the room for {limit_s:g} s"
+                    self._fail(number, reason, 503, now_s)
         for number, session in self._halves.forget_old(now_s):
             reason = f"the prefill server has got no request of the room for {patience_s:g} s"
             self._note_failure(number, session, reason, 503, now_s)
