@@ -109,7 +109,7 @@ def router_before(replica_url: str, port: int) -> Iterator[Router]:
     command += ["--worker-urls", replica_url, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--prometheus-port", str(port + 1)]
     command += ["--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
-    paths = [str(_router_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(router_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     log_path, router = SCRATCH / "router.log", Router(f"http://127.0.0.1:{port}")
     with log_path.open("wb") as log:
@@ -126,7 +126,7 @@ def router_before(replica_url: str, port: int) -> Iterator[Router]:
             process.wait()
 
 
-def _router_folder() -> Path:
+def router_folder() -> Path:
     """The router's place: on Python's path, or the folder of `make test-alone`."""
     spec = importlib.util.find_spec("sglang_router")
     folder = Path(spec.origin).parents[1] if spec and spec.origin else Path(sys.prefix) / "router"

@@ -73,8 +73,9 @@ def test_all_get_a_503_without_the_scheduler_and_so_does_who_comes_meanwhile(
     monkeypatch.setattr(graceful_stop, "_POLL_S", 0.05)
 
     class Manager:
-        rid_to_state: dict[str, None] = {"a": None, "b": None}
-        ends: list[AbortReq] = []
+        def __init__(self) -> None:
+            self.rid_to_state: dict[str, None] = {"a": None, "b": None}
+            self.ends: list[AbortReq] = []
 
         def _handle_abort_req(self, end: AbortReq) -> None:
             del self.rid_to_state[end.rid]
