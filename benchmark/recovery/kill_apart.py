@@ -39,7 +39,7 @@ from benchmark.support.paths import DEMO_MODEL, SCRATCH
 PREFILL_FLAGS = "--pp 2 --pp-layer-partition 9,7"
 DECODE_FLAGS = "--pp 2 --pp-layer-partition 6,10"
 SAME_TOKENS = "--dtype float32 --cpu-threads-per-stage 1"
-BOTH_FLAGS = f"{SAME_TOKENS} --max-stage-restarts 1000000 --max-total-tokens 12288"
+BOTH_FLAGS = f"{SAME_TOKENS} --max-stage-restarts 1000000 --max-total-tokens 8192"
 # Kinds of kills, and how many of a hundred are of each.
 PREFILL_STAGE, DECODE_STAGE = "a prefill stage", "a decode stage"
 PREFILL_SCHEDULER, DECODE_SCHEDULER = "the prefill scheduler", "the decode scheduler"
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, port=31800)
     command.add("--kills", type=at_least_one, default=100)
-    command.add("--clients", type=at_least_one, default=8)
+    command.add("--clients", type=at_least_one, default=6)
     command.add("--prompts", type=at_least_one, default=60, help="that clients ask in turns")
     command.add("--seed", type=int, default=0)
     return command.run(_measure, argv)
@@ -84,12 +84,12 @@ def _measure(options: Options) -> Report:
 
 def make_prompts(rng: Random, count: int) -> list[Prompt]:
     """Of less than a page and of many, some with a common beginning, every other one seeded."""
-    shared = [rng.randrange(10, _VOCABULARY) for _ in range(600)]
+    shared = [rng.randrange(10, _VOCABULARY) for _ in range(400)]
     prompts = []
     for number in range(count):
-        own = [rng.randrange(10, _VOCABULARY) for _ in range(rng.choice((5, 150, 600, 1200)))]
+        own = [rng.randrange(10, _VOCABULARY) for _ in range(rng.choice((5, 100, 300, 800)))]
         ids = tuple(shared + own[:100] if number % 5 == 0 else own)
-        prompts.append(Prompt(ids, rng.choice((10, 40, 120)), number if number % 2 else None))
+        prompts.append(Prompt(ids, rng.choice((8, 30, 80)), number if number % 2 else None))
     return prompts
 
 
