@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, port=31800)
     command.add("--kills", type=at_least_one, default=100)
+    command.add("--minutes", type=float, default=60.0, help="after which no further part is killed")
     command.add("--clients", type=at_least_one, default=6)
     command.add("--prompts", type=at_least_one, default=60, help="that clients ask in turns")
     command.add("--seed", type=int, default=0)
@@ -70,9 +71,12 @@ def _measure(options: Options) -> Report:
         clients = ApartClients(servers.router_url, expected, options.clients, options.seed)
         clients.start()
         time.sleep(WARM_UP_S)
+        end_s = time.monotonic() + 60.0 * options.minutes
         kills: list[Kill] = []
         with progress(len(kinds), "kills") as bar:
             for kind, probe in zip(kinds, probes, strict=True):
+                if time.monotonic() > end_s:
+                    break
                 kills.append(_kill(servers, kind, rng, {probe: answers[probe]}))
                 bar.update()
                 say(f"{len(kills)}: {kind}; {_one_line(clients.endings)}")
