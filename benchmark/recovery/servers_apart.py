@@ -56,7 +56,7 @@ class Side:
         return facts_of(self.url)
 
     def rooms(self) -> dict[str, int]:
-        """What requests have of this server while they are between the two, by its name."""
+        """Requests between the two servers, and their pages on this one, by names of ROOM_FACTS."""
         rooms = self.facts()["rooms"]
         return {name: rooms[name] for name in ROOM_FACTS if rooms[name]}
 

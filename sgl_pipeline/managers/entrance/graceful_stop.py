@@ -85,7 +85,7 @@ class StopSignals(SignalHandler):  # type: ignore[misc]
 
 
 def shutting_down(message: str) -> dict[str, Any]:
-    """How a request ends, as upstream writes it."""
+    """The end of a request, as upstream writes it."""
     status = int(HTTPStatus.SERVICE_UNAVAILABLE)
     return {"type": "abort", "message": message, "status_code": status}
 
