@@ -42,10 +42,6 @@ class Ending:
     reason: str = ""
     num_tokens: int = 0
 
-    def was_in_flight(self, at_s: float) -> bool:
-        """True if the request had begun and not ended at that moment."""
-        return self.began_s < at_s < self.ended_s
-
 
 def ask(url: str, prompt: Prompt, expected: Sequence[int]) -> Ending:
     """Streams the answer to `prompt` and judges it against its `expected` tokens."""

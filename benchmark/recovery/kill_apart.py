@@ -24,7 +24,7 @@ from benchmark.recovery.kill_clients import Prompt
 from benchmark.recovery.kill_counts import (
     Kill,
     count_table,
-    faults_without_a_kill,
+    meetings,
     reason_table,
     room_table,
 )
@@ -172,7 +172,9 @@ def _report(
 ) -> Report:
     problems = [f"{one.outcome}: {one.reason}" for one in endings if one.outcome in FAULTS]
     problems += [fault for kill in kills for fault in kill.faults]
-    problems += [*faults_without_a_kill(kills, endings), *(f"kept at the end: {x}" for x in kept)]
+    _, others = meetings(kills, endings)
+    problems += [f"{one.outcome} without a kill: {one.reason}" for one in others]
+    problems += [f"kept at the end: {one}" for one in kept]
     first_s = kills[0].killed_s
     return Report(
         name="kill_apart",

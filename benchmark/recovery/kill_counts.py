@@ -23,36 +23,33 @@ class Kill:
     rooms: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Met:
-    """Requests by their outcome: those in flight at a kill, and those that came while it was not
-    mended."""
+    """The requests of one kill: those in flight at its moment, and those that came while it was
+    not mended."""
 
-    in_flight: list[Ending]
-    later: list[Ending]
-
-
-def met_by(kill: Kill, endings: Sequence[Ending]) -> Met:
-    """The requests that the kill met."""
-    return Met(
-        [one for one in endings if one.was_in_flight(kill.killed_s)],
-        [one for one in endings if kill.killed_s <= one.began_s < kill.healthy_s],
-    )
+    in_flight: list[Ending] = field(default_factory=list)
+    later: list[Ending] = field(default_factory=list)
 
 
-def faults_without_a_kill(kills: Sequence[Kill], endings: Sequence[Ending]) -> list[str]:
-    """The requests that did not end well though no kill had met them."""
-    met = [one for kill in kills for part in _parts(met_by(kill, endings)) for one in part]
-    known = {id(one) for one in met}
-    return [
-        f"{one.outcome} without a kill: {one.reason}"
-        for one in endings
-        if one.outcome is not Outcome.RIGHT and id(one) not in known
-    ]
+def meetings(kills: Sequence[Kill], endings: Sequence[Ending]) -> tuple[list[Met], list[Ending]]:
+    """The requests that each kill met, and those that ended badly though none had.
 
-
-def _parts(met: Met) -> tuple[list[Ending], list[Ending]]:
-    return met.in_flight, met.later
+    A request that outlived several kills counts for each; one that ended badly for the last alone.
+    """
+    found, others = [Met() for _ in kills], []
+    for ending in endings:
+        met = [
+            (one.in_flight if ending.began_s < kill.killed_s else one.later)
+            for kill, one in zip(kills, found, strict=True)
+            if ending.began_s < kill.healthy_s and ending.ended_s > kill.killed_s
+        ]
+        is_right = ending.outcome is Outcome.RIGHT
+        for requests in met if is_right else met[-1:]:
+            requests.append(ending)
+        if not (met or is_right):
+            others.append(ending)
+    return found, others
 
 
 def count_table(kills: Sequence[Kill], endings: Sequence[Ending]) -> str:
@@ -60,42 +57,33 @@ def count_table(kills: Sequence[Kill], endings: Sequence[Ending]) -> str:
     heads = ["killed", "times", "requests", "in all", *Outcome]
     heads += ["longest, s", "served again after, s: p50", "most"]
     rows = []
-    for kind, of_kind in _by_kind(kills).items():
-        met = [met_by(kill, endings) for kill in of_kind]
-        waits = [kill.served_s - kill.killed_s for kill in of_kind]
-        for what, number in (("in flight", 0), ("while it was mended", 1)):
-            found = [one for each in met for one in _parts(each)[number]]
-            counts = Counter(one.outcome for one in found)
-            longest_s = max((one.ended_s - one.began_s for one in found), default=0.0)
-            row = [kind, str(len(of_kind)), what, str(len(found))]
-            row += [*(str(counts[outcome]) for outcome in Outcome), f"{longest_s:.1f}"]
-            row += [f"{share(waits, 50):.1f}", f"{max(waits):.1f}"]
-            rows.append(row if number == 0 else ["", "", *row[2:-2], "", ""])
+    for kind, of_kind in _by_kind(kills, endings).items():
+        waits = [kill.served_s - kill.killed_s for kill, _ in of_kind]
+        first = [kind, str(len(of_kind))], [f"{share(waits, 50):.1f}", f"{max(waits):.1f}"]
+        in_flight = [one for _, met in of_kind for one in met.in_flight]
+        later = [one for _, met in of_kind for one in met.later]
+        rows.append([*first[0], "in flight", *_counts(in_flight), *first[1]])
+        rows.append(["", "", "while it was mended", *_counts(later), "", ""])
     return markdown_table(heads, rows)
 
 
-def room_table(kills: Sequence[Kill]) -> str:
-    """Markdown: sums over the kills of a kind of what was between the servers right before."""
-    names = [*dict.fromkeys(name for kill in kills for name in kill.rooms)]
-    rows = [
-        [kind, *(str(sum(kill.rooms.get(name, 0) for kill in of_kind)) for name in names)]
-        for kind, of_kind in _by_kind(kills).items()
-    ]
-    return markdown_table(["killed", *names], rows)
+def _counts(endings: Sequence[Ending]) -> list[str]:
+    counts = Counter(one.outcome for one in endings)
+    longest_s = max((one.ended_s - one.began_s for one in endings), default=0.0)
+    numbers = [len(endings), *(counts[outcome] for outcome in Outcome)]
+    return [*map(str, numbers), f"{longest_s:.1f}"]
 
 
 def reason_table(kills: Sequence[Kill], endings: Sequence[Ending]) -> str:
-    """Markdown: how often each reason ended a request that a kill of the kind had met."""
+    """Markdown: how often each reason ended a request of a kind's kills."""
     rows = []
-    for kind, of_kind in _by_kind(kills).items():
-        met = {
-            id(one): one
-            for kill in of_kind
-            for part in _parts(met_by(kill, endings))
-            for one in part
+    for kind, of_kind in _by_kind(kills, endings).items():
+        counts = Counter(
+            (one.outcome, one.reason)
+            for _, met in of_kind
+            for one in (*met.in_flight, *met.later)
             if one.outcome is not Outcome.RIGHT
-        }
-        counts = Counter((one.outcome, one.reason) for one in met.values())
+        )
         rows += [
             [kind, outcome, str(number), reason]
             for (outcome, reason), number in counts.most_common()
@@ -103,6 +91,17 @@ def reason_table(kills: Sequence[Kill], endings: Sequence[Ending]) -> str:
     return markdown_table(["killed", "outcome", "requests", "with"], rows)
 
 
-def _by_kind(kills: Sequence[Kill]) -> dict[str, list[Kill]]:
+def room_table(kills: Sequence[Kill]) -> str:
+    """Markdown: sums over the kills of a kind of what was between the servers right before."""
+    names = [*dict.fromkeys(name for kill in kills for name in kill.rooms)]
+    rows = [
+        [kind, *(str(sum(kill.rooms.get(name, 0) for kill, _ in of_kind)) for name in names)]
+        for kind, of_kind in _by_kind(kills, []).items()
+    ]
+    return markdown_table(["killed", *names], rows)
+
+
+def _by_kind(kills: Sequence[Kill], endings: Sequence[Ending]) -> dict[str, list[tuple[Kill, Met]]]:
+    pairs = [*zip(kills, meetings(kills, endings)[0], strict=True)]
     kinds = sorted({kill.kind for kill in kills})
-    return {kind: [kill for kill in kills if kill.kind == kind] for kind in kinds}
+    return {kind: [one for one in pairs if one[0].kind == kind] for kind in kinds}

@@ -10,7 +10,7 @@ import pytest
 
 from benchmark.recovery.apart_clients import Ending, Outcome, ask
 from benchmark.recovery.kill_clients import Prompt
-from benchmark.recovery.kill_counts import Kill, count_table, faults_without_a_kill, met_by
+from benchmark.recovery.kill_counts import Kill, count_table, meetings
 
 KILL = Kill(kind="a stage", killed_s=10.0, served_s=12.0, healthy_s=13.0)
 PROMPT, EXPECTED = Prompt((5, 6), 3), [1, 2, 3]
@@ -24,12 +24,19 @@ def test_a_request_is_in_flight_at_a_kill_or_comes_until_all_is_mended() -> None
     before, during = ending(8.0, 9.0), ending(9.0, 11.0, Outcome.NAMED)
     later, after = ending(12.0, 20.0, Outcome.CUT), ending(13.5, 20.0, Outcome.NAMED)
     endings = [before, during, later, after]
-    met = met_by(KILL, endings)
-    assert (met.in_flight, met.later) == ([during], [later])
-    assert faults_without_a_kill([KILL], endings) == ["named error without a kill: why"]
+    (met,), others = meetings([KILL], endings)
+    assert (met.in_flight, met.later, others) == ([during], [later], [after])
     in_flight, mended = count_table([KILL], endings).splitlines()[2:]
     assert in_flight.startswith("| a stage | 1 | in flight | 1 | 0 | 1 | 0 | 0 | 0 | 2.0 | 2.0 |")
     assert mended.startswith("|  |  | while it was mended | 1 | 0 | 0 | 1 | 0 | 0 | 8.0 |")
+
+
+def test_a_request_that_outlives_a_kill_fails_for_the_next_one() -> None:
+    second = Kill(kind="a stage", killed_s=30.0, served_s=31.0, healthy_s=32.0)
+    whole, failed = ending(9.0, 40.0), ending(9.0, 35.0, Outcome.NAMED)
+    (first_met, second_met), others = meetings([KILL, second], [whole, failed])
+    assert first_met.in_flight == [whole] and second_met.in_flight == [whole, failed]
+    assert others == []
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
