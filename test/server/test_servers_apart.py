@@ -110,7 +110,7 @@ def test_servers_of_different_depths_answer_as_one(four: Apart) -> None:
 
 
 def test_layers_move_on_a_prefill_server_while_pages_cross(four: Apart) -> None:
-    answers_during_moves(four, four.prefill, [[8, 8], [5, 11], [11, 5]], range(100, 140))
+    answers_during_moves(four, four.prefill, [[9, 7], [12, 4], [11, 5]], range(100, 140))
     four.wait_until_at_rest()
 
 
