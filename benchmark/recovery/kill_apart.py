@@ -126,19 +126,18 @@ def _kill(
     rooms = {f"{one.role} {name}": n for one in servers.sides for name, n in one.rooms().items()}
     side = servers.prefill if kind in (PREFILL_STAGE, PREFILL_SCHEDULER) else servers.decode
     is_stage = kind in (PREFILL_STAGE, DECODE_STAGE)
-    mend = side.kill_stage(rng.randrange(2)) if is_stage else side.kill_scheduler()
-    killed_s = time.monotonic()
+    wound = side.kill_stage(rng.randrange(2)) if is_stage else side.kill_scheduler()
     faults: list[str] = []
     if is_stage:
         served_s = _served_again(servers.router_url, probe, faults)
-        mend()
+        wound.mend()
     else:
-        mend()
+        wound.mend()
         served_s = _served_again(servers.router_url, probe, faults)
     servers.wait_until_found()
     return Kill(
         kind=kind,
-        killed_s=killed_s,
+        killed_s=wound.killed_s,
         served_s=served_s,
         healthy_s=time.monotonic(),
         faults=faults,

@@ -32,6 +32,9 @@ from sgl_pipeline.managers.serve_pd import (
 # Those that docs/disaggregation.md names, and a short look-out.
 ROUTER_FLAGS = ("--retry-max-retries", "2", "--health-check-interval-secs", "1")
 ROUTER_START_FLAGS = ("--worker-startup-check-interval", "1")
+# A room whose decode server died before it had heard of it is kept for so long.
+PATIENCE = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60"}
+_REST_TIMEOUT_S = 80.0
 ROOM_FACTS = ("bootstrap_requests", "transfer_requests", "held_pages", "promised_pages")
 _TIMEOUT_S = 120.0
 _POLL_S = 0.05
@@ -70,9 +73,10 @@ class Side:
         """Ends what is left of the server."""
         self._life.close()
 
-    def kill_stage(self, stage: int) -> Callable[[], None]:
-        """Kills a stage; the answer waits until another process has taken its place."""
+    def kill_stage(self, stage: int) -> "Wound":
+        """Kills a stage; mended when another process has taken its place."""
         before = self.facts()
+        killed_s = time.monotonic()
         psutil.Process(before["stage_pids"][stage]).kill()
 
         def is_replaced() -> bool:
@@ -80,15 +84,20 @@ class Side:
             pids = before["stage_pids"]
             return pids[stage] not in facts["stage_pids"] and not facts["is_recovering"]
 
-        return lambda: wait_until(is_replaced, f"{self.role} does not replace stage {stage}")
+        otherwise = f"{self.role} does not replace stage {stage}"
+        return Wound(killed_s, lambda: wait_until(is_replaced, otherwise))
 
-    def kill_scheduler(self) -> Callable[[], None]:
-        """Kills the scheduler, with which the server ends; the answer starts the server again."""
+    def kill_scheduler(self) -> "Wound":
+        """Kills the scheduler, with which the server ends; mended by another start."""
         assert self._main is not None
         main = self._main
-        for process in main.children(recursive=True):
-            if "sgl_pipeline::scheduler" in " ".join(process.cmdline()):
-                process.kill()
+        (scheduler,) = [
+            one
+            for one in main.children(recursive=True)
+            if "sgl_pipeline::scheduler" in " ".join(one.cmdline())
+        ]
+        killed_s = time.monotonic()
+        scheduler.kill()
 
         def start_again() -> None:
             # Not all at once: that the main process ends by itself is part of what is tried.
@@ -96,7 +105,15 @@ class Side:
             self.stop()
             self.start()
 
-        return start_again
+        return Wound(killed_s, start_again)
+
+
+@dataclass(frozen=True, slots=True)
+class Wound:
+    """Something that was killed, and what mends it or waits until it is mended."""
+
+    killed_s: float
+    mend: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ class ServersApart:
 
     def kept_rooms(self) -> list[str]:
         """All that is still held, promised or in use once clients have had their answers."""
-        wait_s = time.monotonic() + _STOP_TIMEOUT_S
+        wait_s = time.monotonic() + _REST_TIMEOUT_S
         while (found := self._kept_rooms()) and time.monotonic() < wait_s:
             time.sleep(0.2)
         return found
@@ -160,7 +177,7 @@ def servers_apart(
             usable_cores(),
             prefix_cache=True,
         )
-        sides.append(Side(role, replace(engine, environment={KEY_VARIABLE: key})))
+        sides.append(Side(role, replace(engine, environment={KEY_VARIABLE: key} | PATIENCE)))
     with contextlib.ExitStack() as stack:
         for side in sides:
             stack.callback(side.stop)

@@ -21,7 +21,7 @@ PAGE_SIZE = 16
 SAME_TOKENS = ("--dtype", "float32", "--cpu-threads-per-stage", "1")
 KEY = {KEY_VARIABLE: "a key of the tests, as long as is needed"}
 _WATCHFUL = ("--health-check-interval-secs", "1", "--worker-startup-check-interval", "1")
-_FOUND_TIMEOUT_S = 60.0
+_FOUND_TIMEOUT_S = 180.0
 
 
 @dataclass
