@@ -110,7 +110,7 @@ def test_servers_of_different_depths_answer_as_one(four: Apart) -> None:
 
 
 def test_layers_move_on_a_prefill_server_while_pages_cross(four: Apart) -> None:
-    answers_during_moves(four, four.prefill, [[9, 7], [12, 4], [11, 5]], range(100, 140))
+    answers_during_moves(four, four.prefill, [[9, 7], [12, 4], [11, 5]], range(100, 130))
     four.wait_until_at_rest()
 
 
@@ -127,7 +127,7 @@ def test_experts_and_pages_in_8_bits_answer_as_one_server(two: Apart) -> None:
 
 
 def test_layers_move_on_a_decode_server_while_pages_cross(two: Apart) -> None:
-    answers_during_moves(two, two.decode, [[4, 2], [1, 5], [3, 3]], range(200, 260))
+    answers_during_moves(two, two.decode, [[4, 2], [1, 5], [3, 3]], range(200, 230))
     two.wait_until_at_rest()
 
 
