@@ -25,8 +25,8 @@ from benchmark.recovery.kill_clients import KillClients, make_prompts
 from benchmark.recovery.kill_stages import (
     DEMO_MODEL,
     WARM_UP_S,
+    answers_to,
     facts_of,
-    greedy_answers,
     leftovers_of,
     open_descriptors,
     share,
@@ -120,7 +120,7 @@ def _measure(options: Options) -> tuple[list[Hurt], list[str]]:
     with running(engine, SCRATCH / "hurt_stages.log") as server:
         assert server is not None
         url = engine.base_url
-        expected = greedy_answers(url, make_prompts(rng, 24, 300))
+        expected = answers_to(url, make_prompts(rng, 24, 300))
         before = open_descriptors(server)
         clients = KillClients(url, expected, options.clients, 0, options.seed)
         clients.start()

@@ -20,10 +20,11 @@ _SHORTEST_STAY_S, _LONGEST_STAY_S = 0.005, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and how many tokens the answer has."""
+    """Token ids, and how many tokens the answer has; greedy unless there is a `seed`."""
 
     ids: tuple[int, ...]
     num_new_tokens: int
+    seed: int | None = None
 
 
 def make_prompts(rng: Random, count: int, vocabulary: int) -> list[Prompt]:
@@ -162,8 +163,12 @@ def _is_timeout(error: Exception) -> bool:
 
 
 def body_of(prompt: Prompt) -> dict[str, Any]:
-    """The request for the greedy answer."""
-    sampling = {"max_new_tokens": prompt.num_new_tokens, "ignore_eos": True, "temperature": 0}
+    """The request for the answer."""
+    sampling: dict[str, Any] = {"max_new_tokens": prompt.num_new_tokens, "ignore_eos": True}
+    if prompt.seed is None:
+        sampling["temperature"] = 0
+    else:
+        sampling |= {"temperature": 1, "sampling_seed": prompt.seed}
     return {"input_ids": list(prompt.ids), "sampling_params": sampling}
 
 

@@ -168,7 +168,7 @@ def _measure(options: Options, spares: int) -> Round:
         assert server is not None
         url = engine.base_url
         prompts = make_prompts(rng, 24, 300)
-        expected = greedy_answers(url, prompts)
+        expected = answers_to(url, prompts)
         before = open_descriptors(server)
         clients = KillClients(url, expected, options.clients, options.leavers, options.seed)
         clients.start()
@@ -192,7 +192,7 @@ def _measure(options: Options, spares: int) -> Round:
         )
 
 
-def greedy_answers(url: str, prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
+def answers_to(url: str, prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
     """The tokens of each prompt's answer, asked for a few at a time.
 
     Raises SglPipelineError when one is refused.

@@ -47,6 +47,9 @@ def set_environment(run_directory: str) -> None:
     os.environ["SGLANG_USE_PICKLE_IPC"] = "false"
     # Its kernels are not used: which version is installed does not matter.
     os.environ["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "true"
+    # It would wait five seconds, once a child has ended, before it dumps schedulers of its own.
+    for name in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+        os.environ.setdefault(name, "false")
 
 
 def upstream_functions(

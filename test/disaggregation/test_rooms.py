@@ -477,6 +477,23 @@ def test_a_request_whose_half_never_comes_ends_by_name() -> None:
     world.check()
 
 
+def test_pages_that_nobody_asks_for_do_not_keep_others_from_being_computed_for_long() -> None:
+    """As when a decode server has died before its halves came."""
+    world, prefill, _ = pair(RoomLimits(held_share=0.2, reserved_tokens=4))
+    prefill_half(world, world.new_room(), [6, *PROMPT])
+    step(world)
+    assert prefill.tier.held.is_full
+    first, second = both(world, [1, *PROMPT])
+    wait(world, UNWANTED_S - 2.0)
+    assert first.finish is None and prefill.tier.held.is_full
+    world.run()
+    assert first.output_ids and len(second.output_ids) == 5
+    # A hold that is in nobody's way stays.
+    prefill_half(world, world.new_room(), [5] * PAGE_SIZE + [4])
+    wait(world, 2 * UNWANTED_S)
+    assert prefill.tier.held.num_rooms == 1 and not prefill.tier.held.is_full
+
+
 def test_pages_that_are_not_read_in_time_are_let_go() -> None:
     world, prefill, decode = pair()
     _, second = both(world)

@@ -3,12 +3,10 @@
 import json
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from typing import Any
 
 import openai
@@ -16,100 +14,28 @@ import pytest
 import requests
 from support.live_server import LiveServer, start_server, wait_until, wait_until_ready
 from support.ports import number_of, reserve_port
-from support.router import FOLDER, NEEDS_ROUTER
+from support.router import NEEDS_ROUTER
+from support.servers_apart import KEY, PAGE_SIZE, SAME_TOKENS, Apart, is_at_rest, servers_apart
 
-from sgl_pipeline.cluster.keys import KEY_VARIABLE
-from sgl_pipeline.managers.serve_pd import HOST, Ports, router_command, router_environment
+from sgl_pipeline.managers.serve_pd import HOST
 
 pytestmark = NEEDS_ROUTER
 # Longer than a page.
 PROMPT = "What is 17 + 25? Add the numbers, and say nothing but the sum. "
-PAGE_SIZE = 16
-FLAGS = ("--dtype", "float32", "--cpu-threads-per-stage", "1")
-KEY = {KEY_VARIABLE: "a key of the tests, as long as is needed"}
 RANKS = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-
-
-@dataclass
-class Apart:
-    """Both servers, one that does all, and the router before the two."""
-
-    router: str
-    prefill: LiveServer
-    decode: LiveServer
-    whole: LiveServer
-    bootstrap: str
-
-    def ask(self, **body: Any) -> tuple[Any, Any]:
-        """The answers of `/generate` by the two and by the one."""
-        answers = []
-        for url in (self.router, self.whole.url):
-            answer = requests.post(f"{url}/generate", json=body, timeout=60)
-            assert answer.status_code == 200, answer.text
-            answers.append(answer.json())
-        return answers[0], answers[1]
 
 
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Apart]:
-    with ExitStack() as stack:
-        bootstrap, router, metrics = (
-            stack.enter_context(closing(reserve_port())) for _ in range(3)
-        )
-        role = ("--disaggregation-bootstrap-port", str(number_of(bootstrap)))
-        servers = []
-        for more in (("prefill", "2"), ("decode", "1")):
-            roles = ("--disaggregation-mode", more[0], "--pp", more[1], *role)
-            servers.append(start_server(*roles, *FLAGS, environment=KEY))
-        servers.append(start_server("--pp", "1", *FLAGS))
-        for server in servers:
-            stack.callback(stop, server.process)
-        for server in servers:
-            wait_until_ready(server)
-        prefill, decode, whole = servers
-        ports = Ports(
-            number_of(router), prefill.port, decode.port, number_of(bootstrap), number_of(metrics)
-        )
-        intervals = ["--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"]
-        process = subprocess.Popen(
-            router_command(ports, intervals), env=router_environment(str(FOLDER))
-        )
-        stack.callback(stop, process)
-        url = f"http://{HOST}:{ports.router}"
-        wait_until(lambda: num_healthy(url) == 2, 60)
-        yield Apart(url, prefill, decode, whole, f"http://{HOST}:{ports.bootstrap}")
+    with servers_apart(["--pp 2"], ["--pp 1"]) as apart:
+        yield apart
 
 
 @pytest.fixture(autouse=True)
 def no_page_is_kept(apart: Apart) -> Iterator[None]:
     """Nothing is held or promised when all clients have their answers."""
     yield
-    for server in (apart.prefill, apart.decode):
-        wait_until(lambda server=server: is_at_rest(server))
-
-
-def is_at_rest(server: LiveServer) -> bool:
-    facts = server.facts()
-    rooms = facts["rooms"]
-    kept = ("bootstrap_requests", "transfer_requests", "held_pages", "promised_pages")
-    return not (facts["num_running_requests"] or any(rooms[name] for name in kept))
-
-
-def num_healthy(url: str) -> int:
-    try:
-        workers = requests.get(f"{url}/workers", timeout=10).json()["workers"]
-    except requests.ConnectionError:
-        return 0
-    return sum(one["is_healthy"] for one in workers)
-
-
-def stop(process: Any) -> None:
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    apart.wait_until_at_rest()
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "sampling_seed": 7}])
@@ -291,7 +217,7 @@ def second_prefill() -> Iterator[tuple[LiveServer, int]]:
     with closing(reserve_port()) as reserved:
         port = number_of(reserved)
         roles = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
-        second = start_server(*roles, "--pp", "1", *FLAGS, environment=KEY)
+        second = start_server(*roles, "--pp", "1", *SAME_TOKENS, environment=KEY)
         try:
             wait_until_ready(second)
             yield second, port
@@ -304,7 +230,7 @@ def test_a_decode_server_that_dies_leaves_no_page_held(apart: Apart) -> None:
     port = int(apart.bootstrap.rpartition(":")[2])
     with ThreadPoolExecutor() as threads:
         second = start_server(
-            "--disaggregation-mode", "decode", "--pp", "3", *FLAGS, environment=KEY
+            "--disaggregation-mode", "decode", "--pp", "3", *SAME_TOKENS, environment=KEY
         )
         try:
             wait_until_ready(second)

@@ -2,7 +2,8 @@
 
 Upstream's TokenizerManager waits for its requests after a SIGTERM, for ever, and takes new ones
 meanwhile. This runs in the main process; once no request runs, upstream ends the server
-(`tokenizer_manager.py::sigterm_watchdog`).
+(`tokenizer_manager.py::sigterm_watchdog`). Where a child has ended by itself, upstream cuts all
+answers off; here each gets an error first.
 """
 
 import asyncio
@@ -24,6 +25,9 @@ SHUTTING_DOWN = "the server is shutting down"
 # Seconds in which the scheduler must end the remaining requests, or say what it has.
 _ABORT_TIMEOUT_S = 5.0
 _POLL_S = 0.1
+CHILD_ENDED = "the server ends, because one of its processes has ended; its log says which"
+# Seconds in which answers can leave a server that ends at once.
+_FAREWELL_S = 0.5
 
 
 class StopSignals(SignalHandler):  # type: ignore[misc]
@@ -40,6 +44,14 @@ class StopSignals(SignalHandler):  # type: ignore[misc]
     def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
         """The first SIGTERM."""
         self._begin("a second SIGTERM or Ctrl-C")
+
+    def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
+        """A child has ended, and the server ends with it: as upstream's, once all have answers."""
+        self._farewell = asyncio.get_running_loop().create_task(self._end_with_answers())
+
+    async def _end_with_answers(self) -> None:
+        await answer_all(self.tokenizer_manager)
+        super().running_phase_sigquit_handler()
 
     def _interrupt(self) -> None:
         """The first Ctrl-C."""
@@ -73,6 +85,22 @@ class StopSignals(SignalHandler):  # type: ignore[misc]
         self._end_now(128 + number)
 
 
+def shutting_down(message: str) -> dict[str, Any]:
+    """The end of a request, as upstream writes it."""
+    status = int(HTTPStatus.SERVICE_UNAVAILABLE)
+    return {"type": "abort", "message": message, "status_code": status}
+
+
+async def answer_all(manager: Any) -> None:
+    """Ends all requests with a 503, those that come meanwhile too, without the scheduler."""
+    deadline_s = time.monotonic() + _FAREWELL_S
+    while time.monotonic() < deadline_s:
+        for request_id in [*manager.rid_to_state]:
+            end = AbortReq(rid=request_id, finished_reason=shutting_down(CHILD_ENDED))
+            manager._handle_abort_req(end)
+        await asyncio.sleep(_POLL_S)
+
+
 async def drain(manager: Any, timeout_s: float) -> bool:
     """Waits for all requests to end, and until decode servers have read the prompts that they wait
     for; requests still running after `timeout_s` get a 503.
@@ -96,14 +124,7 @@ async def drain(manager: Any, timeout_s: float) -> bool:
     while manager.rid_to_state and time.monotonic() < deadline_s:
         # Again and again: some of the requests may be on their way to the scheduler.
         manager._dispatch_to_scheduler(
-            AbortReq(
-                abort_all=True,
-                finished_reason={
-                    "type": "abort",
-                    "message": SHUTTING_DOWN,
-                    "status_code": int(HTTPStatus.SERVICE_UNAVAILABLE),
-                },
-            )
+            AbortReq(abort_all=True, finished_reason=shutting_down(SHUTTING_DOWN))
         )
         await asyncio.sleep(_POLL_S)
     return not manager.rid_to_state

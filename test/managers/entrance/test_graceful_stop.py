@@ -10,7 +10,12 @@ import pytest
 from sglang.srt.managers.io_struct import AbortReq
 
 from sgl_pipeline.managers.entrance import graceful_stop
-from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
+from sgl_pipeline.managers.entrance.graceful_stop import (
+    CHILD_ENDED,
+    StopSignals,
+    answer_all,
+    drain,
+)
 
 
 class FakeManager:
@@ -105,6 +110,32 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(graceful_stop, "_ABORT_TIMEOUT_S", 0.0)
     assert not asyncio.run(drain(FakeManager(lambda manager: None), timeout_s=0))
+
+
+def test_all_get_a_503_without_the_scheduler_and_so_does_who_comes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graceful_stop, "_FAREWELL_S", 0.15)
+    monkeypatch.setattr(graceful_stop, "_POLL_S", 0.05)
+
+    class Manager:
+        def __init__(self) -> None:
+            self.rid_to_state: dict[str, None] = {"a": None, "b": None}
+            self.ends: list[AbortReq] = []
+
+        def _handle_abort_req(self, end: AbortReq) -> None:
+            del self.rid_to_state[end.rid]
+            self.ends.append(end)
+            if end.rid == "b":
+                self.rid_to_state["late"] = None
+
+    manager = Manager()
+    asyncio.run(answer_all(manager))
+    assert [end.rid for end in manager.ends] == ["a", "b", "late"]
+    for end in manager.ends:
+        assert end.finished_reason is not None
+        assert end.finished_reason["status_code"] == 503
+        assert end.finished_reason["message"] == CHILD_ENDED
 
 
 class Stopping:
