@@ -14,7 +14,7 @@ from benchmark.support.paths import DOCS, ROOT
 _PACKAGE = ROOT / "sgl_pipeline"
 _RENAMED = (
     ("scheduling/decode_reserve.py", "pipeline_depth", "num_stages"),
-    ("scheduling/kept_pages.py", "pages", "kept_ids"),
+    ("throttle/token_throttle.py", "load", "state"),
     ("scheduling/page_pool.py", "num_pages", "pool_size"),
     ("scheduling/page_run.py", "pages", "page_ids"),
     ("scheduling/pausing.py", "is_paused", "is_stopped"),

@@ -125,7 +125,7 @@ def wrong_drafts_are_taken(patch: pytest.MonkeyPatch) -> None:
         right = msgspec.structs.replace(chunk, draft_ids=tuple(drawn_ids[:-1]))
         return take_drawn(right, drawn_ids)
 
-    patch.setattr("sgl_pipeline.scheduling.step_scheduler.take_drawn", mutated)
+    patch.setattr("sgl_pipeline.scheduling.step_results.take_drawn", mutated)
 
 
 def parked_requests_stay_parked(patch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ class ForcedDrafts(Drafts):
         self._outputs = outputs
         self._wrong_share = wrong_share
         self._random = Random(seed)
-        scheduler.drafts = self
+        scheduler.drafts = scheduler._results._drafts = self
 
     def extend(self, chunks: list[Chunk], load: PipelineLoad, budget: TokenBudget) -> list[Chunk]:
         extended = [
