@@ -1,4 +1,5 @@
-"""The two set-ups on the same two cores: prefill and decode on one core each, and one pipeline.
+"""Servers on the same two cores: prefill and decode on one core each, and one pipeline, or several
+decode servers that share a core and a prefill server.
 
 Each server has a namespace of its own; router and clients are in the caller's, on both cores.
 """
@@ -8,11 +9,11 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from benchmark.disaggregation.apart_report import APART, TOGETHER
 from benchmark.hosts.namespaces import Host, Network
@@ -61,17 +62,73 @@ def both_setups(
         servers[_url(whole)] = _start(stack, whole, [*common, "--pp", "2"], {}, log)
         for url, server in servers.items():
             wait_until_ready([server], url, _log())
-        router = subprocess.Popen(
-            _router_command(prefill, decode, port),
-            env=router_environment(str(router_folder())),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        stack.callback(_stop, router)
-        url = f"http://{HOST}:{port}"
-        _wait_until(lambda: has_both(url), router)
-        yield {APART: url, TOGETHER: _url(whole)}
+        yield {APART: _start_router(stack, prefill, decode, port, log), TOGETHER: _url(whole)}
+
+
+class LendingSetup(NamedTuple):
+    """One decode server of several: the router before it, and itself."""
+
+    router: str
+    decode: str
+
+
+@contextmanager
+def lending_setups(
+    network: Network,
+    model: Path,
+    prefill_flags: Sequence[str],
+    decode_flags: Mapping[str, Sequence[str]],
+    port: int,
+) -> Iterator[dict[str, LendingSetup]]:
+    """Decode servers by name, each with a router of its own, and one prefill server for all.
+
+    Args:
+        network: hosts for prefill and for each decode server.
+        decode_flags: of each decode server; those of the prefill server are `prefill_flags`.
+        port: of the first router; each takes two.
+
+    Raises EngineFailure as `both_setups`.
+    """
+    prefill, *decodes = network.hosts
+    key = {KEY_VARIABLE: secrets.token_hex(32)}
+    common = ["--model-path", str(model), "--host", "0.0.0.0", "--port", str(HTTP_PORT), "--pp"]
+    common += ["1", "--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
+    with ExitStack() as stack:
+        log = stack.enter_context(_log().open("w"))
+        servers = {}
+        of_decode = zip(decodes, decode_flags.values(), strict=True)
+        for host, mode, flags in (
+            (prefill, "prefill", prefill_flags),
+            *(
+                (host, "decode", flags)
+                for host, flags in zip(decodes, decode_flags.values(), strict=True)
+            ),
+        ):
+            role = ["--disaggregation-mode", mode, *flags]
+            servers[_url(host)] = _start(stack, host, [*common, *role], key, log)
+        for url, server in servers.items():
+            wait_until_ready([server], url, _log())
+        yield {
+            name: LendingSetup(
+                _start_router(stack, prefill, host, port + 2 * index, log), _url(host)
+            )
+            for index, (name, host) in enumerate(zip(decode_flags, decodes, strict=True))
+        }
+
+
+def _start_router(stack: ExitStack, prefill: Host, decode: Host, port: int, log: IO[str]) -> str:
+    """The address of a router that has found both servers."""
+    router = subprocess.Popen(
+        _router_command(prefill, decode, port),
+        env=router_environment(str(router_folder())),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    stack.callback(_stop, router)
+    url = f"http://{HOST}:{port}"
+    _wait_until(lambda: has_both(url), router)
+    return url
 
 
 def _start(
@@ -104,7 +161,7 @@ def _url(host: Host) -> str:
 
 
 def _log() -> Path:
-    return SCRATCH / "apart_or_together.log"
+    return SCRATCH / "servers_apart.log"
 
 
 def _wait_until(holds: Callable[[], bool], router: "subprocess.Popen[bytes]") -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.speculation.prompts import KINDS
+from benchmark.speculation.prompts import chat_ids
 from benchmark.speculation.replay import (
     Answer,
     budget_of_one,
@@ -138,25 +138,14 @@ def _answers(model: str, output_tokens: int) -> dict[str, list[Answer]]:
 
 
 def _generated(name: str, output_tokens: int) -> dict[str, list[tuple[list[int], list[int]]]]:
-    # They import torch or SGLang, which a replay has no need of.
-    from transformers import AutoTokenizer
-
+    # It imports torch, which a replay has no need of.
     import sgl_pipeline
 
     model = measured_model(name)
-    tokenizer = AutoTokenizer.from_pretrained(model.directory, local_files_only=True)
     sampling = {"temperature": 0.0, "max_new_tokens": output_tokens}
     answers: dict[str, list[tuple[list[int], list[int]]]] = {}
     with sgl_pipeline.Engine(model_path=str(model.path), pp=1) as engine:
-        for kind, prompts in KINDS.items():
-            chats = [[{"role": "user", "content": prompt}] for prompt in prompts()]
-            prompt_ids = [
-                tokenizer.encode(
-                    tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True),
-                    add_special_tokens=False,
-                )
-                for chat in chats
-            ]
+        for kind, prompt_ids in chat_ids(model.directory).items():
             results = engine.generate(input_ids=prompt_ids, sampling_params=sampling)
             outputs = [result["output_ids"] for result in results]
             answers[kind] = list(zip(prompt_ids, outputs, strict=True))

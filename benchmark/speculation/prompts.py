@@ -1,7 +1,7 @@
 """Prompts of the four kinds that drafts are measured with, from this repository's own texts.
 
 Code edits repeat a file, retrieval answers quote a page, records repeat their keys, chats repeat
-little. Pure functions of the files.
+little. Functions of the files.
 """
 
 import re
@@ -80,6 +80,20 @@ KINDS: dict[str, Callable[[], list[str]]] = {
     "JSON": records,
     "chat": chats,
 }
+
+
+def chat_ids(directory: Path) -> dict[str, list[list[int]]]:
+    """The prompts of each kind as chats of one turn, by the tokenizer in `directory`."""
+    from transformers import AutoTokenizer  # slow to import
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+    def ids(prompt: str) -> list[int]:
+        chat = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return {kind: [ids(prompt) for prompt in prompts()] for kind, prompts in KINDS.items()}
 
 
 def _excerpt(page: Path) -> str:

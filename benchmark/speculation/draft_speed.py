@@ -1,0 +1,196 @@
+"""A server with n-gram drafts beside one without, by kind of text and number of clients.
+
+    python -m benchmark.speculation.draft_speed
+    python -m benchmark.speculation.draft_speed --clients 1,64 --pp 2 --rounds 3
+
+Run by hand on a quiet machine. Both servers are up and take turns (A B, B A). One client asks the
+prompts of a kind one after the other; several share those of all kinds. Answers are greedy and must
+be the same tokens, or the exit code is 1.
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+from typing import Any
+
+import requests
+
+from benchmark.speculation.prompts import chat_ids
+from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
+from benchmark.support.dated_result import markdown_table
+from benchmark.support.engine import Engine, EngineFailure
+from benchmark.support.engines import parse_engine, running
+from benchmark.support.machine import usable_cores
+from benchmark.support.measured_models import MODELS, measured_model
+from benchmark.support.measured_runs import turns
+from benchmark.support.paths import SCRATCH
+
+_DRAFTS = "--speculative-algorithm NGRAM"
+_OFF, _ON = "off", "on"
+_ALL_KINDS = "all kinds"
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Prompts that so many clients share."""
+
+    kind: str
+    clients: int
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.clients} client{'s' if self.clients > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a server gave to a load, in the order of its prompts."""
+
+    drafts: str
+    load: str
+    round: int
+    seconds: float
+    outputs: tuple[tuple[int, ...], ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    command = Command(__spec__.name, __doc__, rounds=5, port=31700)
+    command.add("--model", default="smollm2", choices=MODELS, help="(default: smollm2)")
+    command.add("--pp", type=at_least_one, default=1, help="stages (default: 1)")
+    command.add("--clients", default="1,16", help="numbers of clients (default: 1,16)")
+    command.add("--output-tokens", type=at_least_one, default=128)
+    return command.run(_measure, argv)
+
+
+def _measure(options: Options) -> Report:
+    model = measured_model(options.model)
+    prompts = chat_ids(model.directory)
+    loads = [one for number in options.clients.split(",") for one in loads_of(prompts, int(number))]
+    runs: list[Answers] = []
+    with ExitStack() as stack:
+        engines = {}
+        for index, (drafts, flags) in enumerate(((_OFF, ""), (_ON, _DRAFTS))):
+            text = f"ours --pp {options.pp} {flags}"
+            port, cores = options.port + index, usable_cores()
+            engine = parse_engine(text, model.path, port, SCRATCH, cores)
+            stack.enter_context(running(engine, SCRATCH / f"drafts_{drafts}.log"))
+            engines[drafts] = engine
+        for load in loads:  # of which nothing counts
+            for drafts in engines:
+                _ask_all(engines[drafts], drafts, load, 0, options.output_tokens)
+        with progress(2 * options.rounds * len(loads), "runs") as bar:
+            for load in loads:
+                for round_number, drafts in turns([_OFF, _ON], options.rounds):
+                    engine = engines[drafts]
+                    runs.append(_ask_all(engine, drafts, load, round_number, options.output_tokens))
+                    bar.update()
+                say(f"{load.name}: {', '.join(f'{one:.2f}' for one in ratios(runs)[load.name])}")
+    return Report(
+        name="draft_speed",
+        texts=[ratio_table(runs)],
+        facts={
+            "Servers": {
+                _OFF: f"ours --pp {options.pp}",
+                _ON: f"ours --pp {options.pp} {_DRAFTS}",
+                "model": options.model,
+            },
+            "Load": {
+                "output tokens": str(options.output_tokens),
+                "rounds": str(options.rounds),
+                "prompts": ", ".join(f"{len(ids)} {kind}" for kind, ids in prompts.items()),
+            },
+        },
+        record={
+            "runs": [
+                [one.drafts, one.load, one.round, one.seconds, sum(map(len, one.outputs))]
+                for one in runs
+            ]
+        },
+        problems=unequal(runs),
+    )
+
+
+def loads_of(prompts: Mapping[str, Sequence[Sequence[int]]], clients: int) -> list[Load]:
+    """The loads of so many clients: each kind by itself for one, all kinds for several."""
+    tuples = {kind: tuple(map(tuple, of_kind)) for kind, of_kind in prompts.items()}
+    if clients == 1:
+        return [Load(kind, 1, of_kind) for kind, of_kind in tuples.items()]
+    in_turn = tuple(chain.from_iterable(zip(*tuples.values(), strict=True)))
+    return [Load(_ALL_KINDS, clients, in_turn)]
+
+
+def ratios(runs: Sequence[Answers]) -> dict[str, list[float]]:
+    """Tokens a second with drafts over those without, of each round, by load."""
+    off = {(one.load, one.round): one.tokens_per_s for one in runs if one.drafts == _OFF}
+    found: dict[str, list[float]] = {}
+    for one in runs:
+        before = off.get((one.load, one.round))
+        if one.drafts == _ON and before is not None:
+            found.setdefault(one.load, []).append(one.tokens_per_s / before)
+    return found
+
+
+def ratio_table(runs: Sequence[Answers]) -> str:
+    """Markdown: medians over the rounds, and the ratio of each."""
+
+    def rate(load: str, drafts: str) -> str:
+        of_load = [one.tokens_per_s for one in runs if (one.load, one.drafts) == (load, drafts)]
+        return f"{median(of_load):.0f}"
+
+    rows = [
+        [
+            load,
+            rate(load, _OFF),
+            rate(load, _ON),
+            f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})",
+        ]
+        for load, values in ratios(runs).items()
+    ]
+    heads = ["load", "tokens/s without drafts", "with", "with / without: median (range)"]
+    return markdown_table(heads, rows)
+
+
+def unequal(runs: Sequence[Answers]) -> list[str]:
+    """A line for each run whose answers differ from the first of its load."""
+    first: dict[str, Answers] = {}
+    return [
+        f"{one.load}, round {one.round}, drafts {one.drafts}: other tokens"
+        for one in runs
+        if first.setdefault(one.load, one).outputs != one.outputs
+    ]
+
+
+def _ask_all(
+    engine: Engine, drafts: str, load: Load, round_number: int, output_tokens: int
+) -> Answers:
+    """Raises EngineFailure for a request that fails."""
+    sampling = {"temperature": 0, "max_new_tokens": output_tokens}
+
+    def ask(prompt: Sequence[int]) -> tuple[int, ...]:
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+        reply = requests.post(f"{engine.base_url}/generate", json=body, timeout=_TIMEOUT_S)
+        if reply.status_code != 200:
+            raise EngineFailure(f"{engine.label}: status {reply.status_code}: {reply.text[:300]}")
+        return tuple(reply.json()["output_ids"])
+
+    with ThreadPoolExecutor(load.clients) as clients:
+        began_s = time.monotonic()
+        outputs = tuple(clients.map(ask, load.prompts))
+        seconds = time.monotonic() - began_s
+    return Answers(drafts, load.name, round_number, seconds, outputs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
