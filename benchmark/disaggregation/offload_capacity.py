@@ -1,4 +1,4 @@
-"""How many requests decode at once when their attention may be lent back, and how fast.
+"""Counts requests that decode at once when attention is lent back, and measures their speed.
 
     python -m benchmark.disaggregation.offload_capacity
     python -m benchmark.disaggregation.offload_capacity --rounds 2 --ratios 0,inf

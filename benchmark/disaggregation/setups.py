@@ -99,10 +99,7 @@ def lending_setups(
         of_decode = zip(decodes, decode_flags.values(), strict=True)
         for host, mode, flags in (
             (prefill, "prefill", prefill_flags),
-            *(
-                (host, "decode", flags)
-                for host, flags in zip(decodes, decode_flags.values(), strict=True)
-            ),
+            *((host, "decode", flags) for host, flags in of_decode),
         ):
             role = ["--disaggregation-mode", mode, *flags]
             servers[_url(host)] = _start(stack, host, [*common, *role], key, log)

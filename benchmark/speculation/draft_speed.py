@@ -51,7 +51,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a server gave to a load, in the order of its prompts."""
+    """The answers of a server to a load, in the order of its prompts."""
 
     drafts: str
     load: str
