@@ -192,7 +192,7 @@ def test_a_prefill_server_that_dies_or_hangs_ends_its_requests_and_no_others(
 
 
 def test_a_prefill_server_that_is_stopped_lets_its_prompts_be_read_first(apart: Apart) -> None:
-    new = PROMPT * 4 + "6"  # more than the decode server has cached
+    new = "6" + PROMPT * 4  # which the decode server has not cached
     with second_prefill() as (second, port), ThreadPoolExecutor() as threads:
         reading = threads.submit(ask_half, apart.decode, 20, port, text=new)
         wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
