@@ -55,7 +55,7 @@ class OffloadRule:
         bound = self.ratio
         if bound is None:
             if now_s < self._rests_until_s:
-                return f"steps have waited for {self.wait_share:.0%} of their time"
+                return f"steps waited for it for more than {MOST_WAIT_SHARE:.0%} of their time"
             if not self.rates.are_known:
                 return (
                     "the rates are being measured with another one" if elsewhere.requests else None

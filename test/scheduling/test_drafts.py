@@ -7,7 +7,7 @@ from support.pipelines import FakePipeline, make_request, new_scheduler, output_
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Chunk, Microbatch
-from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.requests import FinishReason, Lease, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.throttle.draft_budget import ROWS_UNTIMED
 
@@ -94,6 +94,16 @@ def test_drafts_end_before_the_request_must() -> None:
 def test_requests_with_a_grammar_have_none() -> None:
     request = make_request("grammar", LOOP, 9, constrained=True)
     assert drafts_of(decode_step(scheduler_of(), request)) == [()]
+
+
+def test_requests_with_a_lease_have_none() -> None:
+    scheduler, request = scheduler_of(), loop_request()
+    chunk = decode_step(scheduler, request).chunks[0]
+    undrafted = [Chunk(request, chunk.start, 1, is_decode=True, samples=True)]
+    no_prompt_waits = replace(LOAD, waiting_tokens=0)
+    assert scheduler.drafts.extend(undrafted, no_prompt_waits, BUDGET) != undrafted
+    request.lease = Lease("a prefill server", 1)
+    assert scheduler.drafts.extend(undrafted, no_prompt_waits, BUDGET) == undrafted
 
 
 def test_rows_by_themselves_come_first() -> None:
