@@ -4,11 +4,11 @@ The prefix that a request wants is registered in the radix tree when it arrives,
 count nor a hit needs a walk over the queue. It never decides whether a request fits.
 """
 
-import heapq
 from collections.abc import Callable
 
 from sgl_pipeline.args import Accounting
 from sgl_pipeline.requests import Lease, Request
+from sgl_pipeline.scheduling.queue_order import FixedOrder, QueueOrder
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.step_work import attended_tokens
@@ -18,24 +18,25 @@ MAX_PARKED_PER_CALL = 64
 
 
 class WaitingQueue:
-    """Ordered by `Request.order`, except for requests that are parked.
+    """Served in `order` (by `Request.order` if there is none), except for requests that are parked.
 
     A request is parked while another one prefills pages that it needs too: they are computed once,
     unless parking is switched off. A request is held until it is known whether its prefix can be
     loaded. `on_add` hears of each request that enters.
     """
 
-    def __init__(self, demand: RadixDemand, *, parks: bool = True) -> None:
+    def __init__(
+        self, demand: RadixDemand, *, parks: bool = True, order: QueueOrder | None = None
+    ) -> None:
         self._demand = demand
         self._parks = parks
         self._paths: dict[Request, RadixNode] = {}
         self._parked: set[Request] = set()
-        # Requests that may not be served yet; those that have come to the front are not in the
-        # heap.
-        self._held: dict[Request, bool] = {}
+        # Requests that may not be served yet.
+        self._held: set[Request] = set()
         self.on_add: Callable[[Request], None] | None = None
-        # Every waiting request that is not parked, and some that have left the queue.
-        self._heap: list[tuple[tuple[int, int, int], Request]] = []
+        # Every waiting request that is neither parked nor held.
+        self._order = order or FixedOrder()
         # Tokens that no page of a radix node will hold, and the number that they attend to.
         self._tail_tokens = 0
         self._tail_attended = 0
@@ -49,12 +50,12 @@ class WaitingQueue:
     def ahead_of(self, request: Request) -> list[Request]:
         """The waiting requests that are served before `request`, parked ones too, in order; looks
         at all."""
-        ahead = (other for other in self._paths if other.order < request.order)
-        return sorted(ahead, key=lambda other: other.order)
+        ranked = self._order.ranked(self._paths)
+        return ranked[: ranked.index(request)]
 
     def first(self, num_requests: int) -> list[Request]:
         """The waiting requests that are served first, parked ones too, in order; looks at all."""
-        return heapq.nsmallest(num_requests, self._paths, key=lambda request: request.order)
+        return self._order.ranked(self._paths)[:num_requests]
 
     def awaited_node(self, request: Request) -> RadixNode | None:
         """The node that another request prefills and `request` waits for, parked there or to be
@@ -81,7 +82,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Enters a request; its `prefill_end` must not change while it waits."""
         self._want(request)
-        heapq.heappush(self._heap, (request.order, request))
+        self._order.add(request)
         if self.on_add is not None:
             self.on_add(request)
 
@@ -99,12 +100,15 @@ class WaitingQueue:
 
     def hold(self, request: Request) -> None:
         """`head` passes over the waiting `request` until `let_go`."""
-        self._held.setdefault(request, False)
+        self._held.add(request)
+        self._order.discard(request)
 
     def let_go(self, request: Request) -> None:
         """Ends a `hold`, if there is one."""
-        if self._held.pop(request, False):
-            heapq.heappush(self._heap, (request.order, request))
+        if request in self._held:
+            self._held.remove(request)
+            if request not in self._parked:
+                self._order.add(request)
 
     def is_held(self, request: Request) -> bool:
         """True if `head` passes over it until `let_go`."""
@@ -114,35 +118,27 @@ class WaitingQueue:
         """Removes a request that will never run."""
         self._demand.unwant(self._forget(request))
         self._parked.discard(request)
-        self._held.pop(request, None)
-        if len(self._heap) > 2 * len(self._paths) + MAX_PARKED_PER_CALL:
-            self._heap = [entry for entry in self._heap if entry[1] in self._paths]
-            heapq.heapify(self._heap)
+        self._held.discard(request)
+        self._order.discard(request)
 
     def head(self) -> Request | None:
         """The first request that need not wait for another one's prefill; it stays in the queue."""
         self._return_unparked()
         for _ in range(MAX_PARKED_PER_CALL):
-            while self._heap and self._heap[0][1] not in self._paths:
-                heapq.heappop(self._heap)
-            if not self._heap:
+            request = self._order.first()
+            if request is None:
                 return None
-            request = self._heap[0][1]
-            if request in self._held:
-                heapq.heappop(self._heap)
-                self._held[request] = True
-                continue
             claimed = self.awaited_node(request)
             if claimed is None:
                 return request
-            heapq.heappop(self._heap)
+            self._order.discard(request)
             self._demand.park(request, claimed)
             self._parked.add(request)
         return None
 
     def last(self) -> Request | None:
         """The request that is served last; looks at all of them."""
-        return max(self._paths, key=lambda request: request.order, default=None)
+        return self._order.ranked(self._paths)[-1] if self._paths else None
 
     def newest(self) -> Request | None:
         """The waiting request that joined the queue last."""
@@ -155,7 +151,9 @@ class WaitingQueue:
     def pop_head(self) -> None:
         """Removes the request that `head` returned last; its path in the tree now belongs to the
         caller."""
-        _, request = heapq.heappop(self._heap)
+        request = self._order.first()
+        assert request is not None
+        self._order.discard(request)
         self._forget(request)
 
     def _want(self, request: Request) -> None:
@@ -187,4 +185,5 @@ class WaitingQueue:
         for request in self._demand.take_unparked():
             if request in self._parked:
                 self._parked.remove(request)
-                heapq.heappush(self._heap, (request.order, request))
+                if request not in self._held:
+                    self._order.add(request)

@@ -275,7 +275,8 @@ def test_discarded_requests_do_not_pile_up() -> None:
     both.add([1])
     for _ in range(20 * MAX_PARKED_PER_CALL):
         both.discard(both.add([5, 6]))
-    assert len(both.queue._heap) <= 2 * MAX_PARKED_PER_CALL
+    assert isinstance(both.queue._order, FixedOrder)
+    assert len(both.queue._order._heap) <= 2 * MAX_PARKED_PER_CALL
 
 
 def test_a_hit_ends_where_log_probabilities_begin_and_the_rest_is_pending() -> None:
