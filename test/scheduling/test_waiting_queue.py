@@ -8,6 +8,7 @@ from support.radix import Radix
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_pool import PagePool
+from sgl_pipeline.scheduling.queue_order import FixedOrder
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.waiting_queue import MAX_PARKED_PER_CALL, WaitingQueue
