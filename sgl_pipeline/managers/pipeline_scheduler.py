@@ -335,10 +335,9 @@ class PipelineScheduler:
         # Not the turn's moment: the stage may have ended the step since then, and no step is over
         # before its stages are. The host's own time counts from here as well.
         started_s = time.monotonic()
-        step = self._core.take_report(report, started_s)
-        if step is not None:
-            step.result_ms = (time.monotonic() - started_s) * 1e3
-            self._booked += [step, *self._core.take_booked_behind()]
+        if booked := self._core.take_report(report, started_s):
+            booked[0].result_ms = (time.monotonic() - started_s) * 1e3
+            self._booked += booked
 
     def _pass_on_results(self, now_s: float) -> None:
         """Gives the front the tokens of the newest reports, and the reports all that happened."""

@@ -13,6 +13,7 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.migration.coordinator import MoveCoordinator
 from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.open_steps import OpenSteps
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
@@ -383,13 +384,13 @@ def a_killed_leaver_takes_no_pages_with_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_report_of_an_open_step_is_booked(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: PipelineCore, report: StageReport) -> OpenStep:
-        for step in self.open_steps:
+    def mutated(self: OpenSteps, report: StageReport, num_stages: int) -> OpenStep:
+        for step in self:
             if step.microbatch.step_id == report.step_id:
                 return step
         raise ProtocolError("no such step")
 
-    patch.setattr(PipelineCore, "_expected_step", mutated)
+    patch.setattr(OpenSteps, "_expected", mutated)
 
 
 MUTATIONS: tuple[Mutation, ...] = (

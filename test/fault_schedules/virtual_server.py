@@ -231,14 +231,14 @@ class VirtualServer:
         for one in spoiled(report, self._rng, self._spoil_chance):
             is_due = any(step.microbatch.step_id == report.step_id for step in core.open_steps)
             try:
-                step = core.take_report(one, self.loop.now_s)
+                steps = core.take_report(one, self.loop.now_s)
                 assert one is report or not is_due, "a spoiled report was booked"
             except ProtocolError as error:
                 if one is report:
                     raise
                 self._blame(number, error)
                 break
-            booked += [] if step is None else [step]
+            booked += steps
         return booked
 
     def _take_store_report(self, core: PipelineCore, number: int, report: StoreReport) -> None:
