@@ -288,9 +288,7 @@ class PipelineCore:
                 reason=f"{len(recent)} steps of this plan have been measured, too few to tell"
             )
         in_flight = [
-            (step.microbatch, step.scheduled_s)
-            for step in self.open_steps
-            if not step.finished_s
+            (step.microbatch, step.scheduled_s) for step in self.open_steps if not step.finished_s
         ]
         running = [len(one.output_ids) for one in self.scheduler.requests()]
         lengths = OutputLengths(self.recent_load.output_lengths(), running)
