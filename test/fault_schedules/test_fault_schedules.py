@@ -1,6 +1,6 @@
 """A thousand random schedules hold, replay bit for bit, and find what is broken on purpose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -8,6 +8,7 @@ from fault_schedules.__main__ import main
 from fault_schedules.fake_log import FakeLog
 from fault_schedules.fake_moves import FakeSite
 from fault_schedules.world import run_seed
+from support.mutations import Mutation, require_found
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
@@ -38,8 +39,6 @@ from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
 NUM_SEEDS = 1_000
 # Every mutation below is found much sooner.
 MOST_SEEDS = 200
-
-Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.slow
@@ -446,10 +445,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 def test_what_is_broken_on_purpose_is_found(
     mutation: Mutation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutation(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017 - whatever notices it
-        for seed in range(MOST_SEEDS):
-            run_seed(seed)
+    require_found(mutation, monkeypatch, run_seed, range(MOST_SEEDS))
 
 
 def test_the_command_prints_a_seed_that_fails(

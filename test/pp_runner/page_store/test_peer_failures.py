@@ -95,7 +95,7 @@ def test_an_answer_that_is_wrong_ends_a_load_behind_the_good_prefix(
         assert (report.num_pages, report.is_broken) == (1, False)
         assert f"peer P at {peer.place.stages[0].address}: " in report.message
         assert re.search(reason, report.message), report.message
-        assert peer.num_streams == turn + 1
+        assert len(peer.streams) == turn + 1
     assert [reading.content(layer, TARGETS[1]) for layer in range(3)] == untouched
     assert [set(reading.content(layer, TARGETS[0])) for layer in range(3)] == [{1}] * 3
     reading.close()
@@ -244,7 +244,7 @@ def test_a_peer_that_hangs_holds_up_no_load_of_another(
     reading = Reading(hosts.other, SHAPES, WHOLE, hung.place, offering.place)
     offering.offer(4, PAGES, NUMBERS)
     reading.begin(4, TARGETS, NUMBERS)
-    until(lambda: hung.num_streams == 1)
+    until(lambda: len(hung.streams) == 1)
     assert reading.load(4, [1], NUMBERS[:1], "good")[0].message == ""
     for server in (reading, offering, hung):
         server.close()
