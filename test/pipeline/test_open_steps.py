@@ -1,5 +1,6 @@
 """A step with leases is booked when all stages have reported it, and later ones behind it."""
 
+import msgspec
 import pytest
 from support.pipelines import make_request, new_scheduler
 from support.step_records import timing
@@ -8,7 +9,15 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.trace import StepRecord
-from sgl_pipeline.requests import Lease, LogprobRows, LogprobSpec, Request, RequestState, Room
+from sgl_pipeline.requests import (
+    FinishReason,
+    Lease,
+    LogprobRows,
+    LogprobSpec,
+    Request,
+    RequestState,
+    Room,
+)
 from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.lease_orders import OffloadedWork
@@ -112,6 +121,18 @@ def test_what_was_drawn_from_a_lost_lease_is_dropped(order: tuple[int, int], los
     again = core.next_step(1.0)
     assert again is not None and again.leased_rows == 0
     assert (again.microbatch.chunks[-1].request, again.microbatch.chunks[-1].length) == (there, 11)
+
+
+def test_what_a_lost_lease_gives_to_a_request_that_has_ended_is_dropped() -> None:
+    core = new_core()
+    there = add_leased(core, logprobs=True)
+    core.next_step(0.0)
+    core.scheduler.abort("there", FinishReason("abort"))
+    core.take_report(report(0, 0, lost=True), 1.0)
+    rows = LogprobRows(1, b"\0" * 4)
+    last = msgspec.structs.replace(report(1, 0, (7,)), logprobs=(rows,))
+    assert len(core.take_report(last, 1.0)) == 1
+    assert there.output_ids == [] and there.num_logprob_rows == 0
 
 
 def test_a_later_step_waits_behind_it() -> None:
