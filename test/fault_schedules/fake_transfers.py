@@ -24,6 +24,7 @@ from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.lease_orders import EndLease, LeaseOrder, LendPages, PagesLent
 from sgl_pipeline.wire.store_orders import (
     UINT32,
+    EndLoad,
     OfferOrder,
     OfferPages,
     PagesLoaded,
@@ -100,6 +101,9 @@ class FakeTransfers:
             self.leases.obey(order)
             self._start_held()
             return
+        if isinstance(order, EndLoad):
+            self._end_load(order.transfer)
+            return
         job = page_transfer(order, self._num_pages(), self._plan().num_layers)
         assert job.source in self._sessions, "a transfer was ordered, and its source is not in use"
         taken = {page for one in self._unanswered.values() if one.is_load for page in one.pages}
@@ -145,6 +149,18 @@ class FakeTransfers:
             assert pages.isdisjoint(written), "a page in a transfer is written by a step"
         self.offers.check_written(written)
         self.leases.check_written(written)
+
+    def _end_load(self, transfer: int) -> None:
+        """A load from a peer is wanted no more."""
+        if (job := self._unanswered.get(transfer)) is None:
+            return
+        session = self._sessions[job.source]
+        assert isinstance(session, FakePeerReads), "a load from a store is ended"
+        if job in self._held:
+            self._held.remove(job)
+            self._load_ended(session, job, 0, 0.0, StoreError("the load was ended"))
+        else:
+            session.end_load(job)
 
     def _own_layers(self) -> range:
         layers = self._plan().layers_of(self._stage)
