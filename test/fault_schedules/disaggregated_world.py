@@ -36,6 +36,7 @@ from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.managers.disaggregation.offering_stages import OfferingStages
 from sgl_pipeline.pipeline.offload_rule import OffloadRule
+from sgl_pipeline.throttle.attention_offload import Reading
 
 MAX_EVENTS = 150_000
 MOST_PAIRS = 8
@@ -47,7 +48,13 @@ CLEAN_SHARE = 0.15
 PATIENT_SHARE = 0.2
 # Of the seeds, those in which pages are lent, by most prefill servers, to most decode servers.
 LEASE_SHARE = 0.6
+READINGS: tuple[Reading, ...] = ("either", "both")
 OFFLOAD_RATIOS = (*[math.inf] * 5, 1.0, 0.3, 0.0, None, None)
+
+
+def has_leases(seed: int) -> bool:
+    """True if pages are lent in the world of `seed`."""
+    return Random(f"leases {seed}").random() < LEASE_SHARE
 
 
 def run_disaggregated_seed(seed: int) -> DisaggregatedOutcome:
@@ -79,7 +86,11 @@ class DisaggregatedWorld:
         )
         # Its own, so that seeds without leases are what they would be without this part.
         self._lease_rng = Random(f"worlds with leases {seed}")
-        self._has_leases = self._lease_rng.random() < LEASE_SHARE
+        self._has_leases = has_leases(seed)
+        # Now and then a server is given another model.
+        self._other_digests = 0.0
+        if not self._is_clean:
+            self._other_digests = self._lease_rng.choice((*[0.0] * 9, 0.4))
         self._page_size = rng.choice((1, 2, 4))
         self._num_layers = MOST_STAGES + rng.choice((0, 1, 2))
         max_tokens, max_new_tokens = rng.choice((6, 12, 20)), rng.choice((4, 12, 24))
@@ -224,7 +235,7 @@ class DisaggregatedWorld:
         assert core is not None
         identity = ServerIdentity(
             name=server.name,
-            digest="fake",
+            digest="other" if self._lease_rng.random() < self._other_digests else "fake",
             page_size=self._page_size,
             num_layers=self._num_layers,
             kv_dtype="fake",
@@ -240,7 +251,7 @@ class DisaggregatedWorld:
         else:
             if lends:
                 ratio = leases.choice(OFFLOAD_RATIOS)
-                reading = leases.choice(("either", "both"))
+                reading = leases.choice(READINGS)
                 core.offload = OffloadRule(core.scheduler, ratio, reading)
             rooms = DecodeRooms(core.scheduler, identity, limits, core.offload)
         driver = RoomDriver(

@@ -26,8 +26,9 @@ def check_leases(scheduler: StepScheduler, rooms: PrefillRooms | DecodeRooms) ->
     for request in offloaded._lost:
         assert request in offloaded._requests and request.steps_in_flight, "it could go on"
     for room in rooms._rooms.values():
-        has_lease = room.request.lease is not None
-        assert not has_lease or room.request in offloaded._requests, "a lease that nobody ends"
+        request = room.request
+        has_lease = request.lease is not None and request.state is not RequestState.FINISHED
+        assert not has_lease or request in offloaded._requests, "a lease that nobody ends"
 
 
 def _check_lent_pages(scheduler: StepScheduler) -> None:
