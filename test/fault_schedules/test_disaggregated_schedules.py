@@ -51,9 +51,9 @@ LEAST = {
     "breaks": 0.4,
     "retractions": 0.1,
     "stores": 0.2,
-    "offloaded": 0.4,
-    "ended_early": 0.15,
-    REJECTED: 0.02,
+    "offloaded": 0.25,
+    "ended_early": 0.08,
+    REJECTED: 0.01,
 }
 
 

@@ -14,7 +14,6 @@ from sgl_pipeline.disaggregation.lent_rooms import LentRooms
 from sgl_pipeline.disaggregation.prefill_servers import PrefillServers
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.pipeline.open_step import OpenStep
-from sgl_pipeline.pipeline.open_steps import OpenSteps
 from sgl_pipeline.requests import Lease, Request
 from sgl_pipeline.scheduling.held_pages import HeldPages
 from sgl_pipeline.scheduling.lent_pages import LentPages
@@ -100,17 +99,6 @@ def tokens_do_not_wait_for_all_stages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OpenStep, "__post_init__", lambda self: setattr(self, "leased_rows", 0))
 
 
-def results_that_wait_survive_a_lost_stage(patch: pytest.MonkeyPatch) -> None:
-    take_back = OpenSteps.take_back
-
-    def mutated(self: OpenSteps) -> None:
-        results = [*self._results]
-        take_back(self)
-        self._results.extend(results)
-
-    patch.setattr(OpenSteps, "take_back", mutated)
-
-
 def chunks_with_a_lease_come_anywhere(patch: pytest.MonkeyPatch) -> None:
     def mutated(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
         return tuple(sorted(chunks, key=lambda chunk: chunk.request.lease is None))
@@ -169,7 +157,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     a_request_whose_lease_is_over_goes_on_with_it,
     the_decode_server_keeps_the_room_of_a_lost_lease,
     tokens_do_not_wait_for_all_stages,
-    results_that_wait_survive_a_lost_stage,
     chunks_with_a_lease_come_anywhere,
     a_stage_says_nothing_of_lost_leases,
     the_next_lease_of_a_server_is_used,
