@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import requests
 
-from benchmark.support.engine import Engine, EngineFailure
-from benchmark.support.engines import START_TIMEOUT_S, running
+from benchmark.support.engine import Engine
+from benchmark.support.engines import running
 from benchmark.support.paths import SCRATCH
+from benchmark.support.starts import wait_for_start
 from benchmark.tiers.tiered_servers import router_folder
 from sgl_pipeline.managers.serve_pd import HOST, Ports, has_both
 
@@ -200,11 +201,7 @@ def serving_pair(
     )
     with running(engine, log_path) as process:
         assert process is not None
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not has_both(url):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise EngineFailure(f"the router has not found both servers; see {log_path}")
-            time.sleep(_POLL_S)
+        wait_for_start("the router", lambda: has_both(url), [process], log_path)
         yield Pair(ports, process)
 
 

@@ -8,8 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import IO, NamedTuple
 
 from benchmark.disaggregation.apart_report import APART, TOGETHER
 from benchmark.hosts.namespaces import Host, Network
-from benchmark.hosts.servers import HTTP_PORT, START_TIMEOUT_S, wait_until_ready
-from benchmark.support.engine import EngineFailure
+from benchmark.hosts.servers import HTTP_PORT
 from benchmark.support.paths import SCRATCH
+from benchmark.support.starts import answers, wait_for_start
 from benchmark.tiers.tiered_servers import router_folder
 from sgl_pipeline.cluster.keys import KEY_VARIABLE
 from sgl_pipeline.managers.serve_pd import (
@@ -60,8 +59,7 @@ def both_setups(
             role += ["--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT)]
             servers[_url(host)] = _start(stack, host, [*common, *role], key, log)
         servers[_url(whole)] = _start(stack, whole, [*common, "--pp", "2"], {}, log)
-        for url, server in servers.items():
-            wait_until_ready([server], url, _log())
+        _wait_for(servers)
         yield {APART: _start_router(stack, prefill, decode, port, log), TOGETHER: _url(whole)}
 
 
@@ -103,8 +101,7 @@ def lending_setups(
         ):
             role = ["--disaggregation-mode", mode, *flags]
             servers[_url(host)] = _start(stack, host, [*common, *role], key, log)
-        for url, server in servers.items():
-            wait_until_ready([server], url, _log())
+        _wait_for(servers)
         yield {
             name: LendingSetup(
                 _start_router(stack, prefill, host, port + 2 * index, log), _url(host)
@@ -124,7 +121,7 @@ def _start_router(stack: ExitStack, prefill: Host, decode: Host, port: int, log:
     )
     stack.callback(_stop, router)
     url = f"http://{HOST}:{port}"
-    _wait_until(lambda: has_both(url), router)
+    wait_for_start("the router", lambda: has_both(url), [router], _log())
     return url
 
 
@@ -145,6 +142,12 @@ def _start(
     return server
 
 
+def _wait_for(servers: "Mapping[str, subprocess.Popen[str]]") -> None:
+    """Returns when all answer, by their addresses."""
+    for url, server in servers.items():
+        wait_for_start(url, partial(answers, url), [server], _log())
+
+
 def _router_command(prefill: Host, decode: Host, port: int) -> list[str]:
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
     command += ["--prefill", _url(prefill), str(BOOTSTRAP_PORT), "--decode", _url(decode)]
@@ -159,14 +162,6 @@ def _url(host: Host) -> str:
 
 def _log() -> Path:
     return SCRATCH / "servers_apart.log"
-
-
-def _wait_until(holds: Callable[[], bool], router: "subprocess.Popen[bytes]") -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not holds():
-        if router.poll() is not None or time.monotonic() > deadline_s:
-            raise EngineFailure(f"the router has not found both servers; see {_log()}")
-        time.sleep(0.5)
 
 
 def _stop(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:

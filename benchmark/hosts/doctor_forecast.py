@@ -31,7 +31,7 @@ from benchmark.hosts.servers import cluster_flags, served
 from benchmark.moves.move_gains import Clients, ClosedLoop
 from benchmark.support.command import Command, Options, Report, say
 from benchmark.support.dated_result import markdown_table
-from benchmark.support.engines import EngineFailure
+from benchmark.support.engine import EngineFailure
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import DEFAULT_PRESET, make_model
 from benchmark.support.paths import SCRATCH

@@ -7,20 +7,16 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import requests
-
 from benchmark.hosts.namespaces import Network
-from benchmark.support.engines import EngineFailure
 from benchmark.support.paths import SCRATCH, VLLM_DIRECTORY
 from benchmark.support.peer_engines import bind_threads, vllm_command
+from benchmark.support.starts import answers, wait_for_start
 
 HTTP_PORT, CLUSTER_PORT = 30000, 20000
-START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
 
 
@@ -95,28 +91,10 @@ def _running(
             processes.append(host.start(*command, env=os.environ | environment, **options))
         try:
             url = f"http://{network.hosts[0].address}:{HTTP_PORT}"
-            wait_until_ready(processes, url, log_path)
+            wait_for_start("the server", lambda: answers(url), processes, log_path)
             yield url
         finally:
             for process in processes:
                 process.terminate()
             for process in processes:
                 process.wait(_STOP_TIMEOUT_S)
-
-
-def wait_until_ready(processes: Sequence["subprocess.Popen[str]"], url: str, log: Path) -> None:
-    """Returns when the server at `url` answers. Raises EngineFailure where one of its processes
-    has ended, or it takes too long."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not _answers(url):
-        ended = any(process.poll() is not None for process in processes)
-        if ended or time.monotonic() > deadline_s:
-            raise EngineFailure(f"the server is not up; see {log}")
-        time.sleep(0.5)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/v1/models", timeout=5).status_code == 200
-    except requests.RequestException:
-        return False

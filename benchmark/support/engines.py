@@ -16,9 +16,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +24,14 @@ from typing import NoReturn
 
 import psutil
 
-from benchmark.support.engine import Builder, Engine, EngineFailure, Served
+from benchmark.support.engine import Builder, Engine, Served
 from benchmark.support.paths import BUILD, ROOT
 from benchmark.support.peer_engines import PEERS
+from benchmark.support.starts import answers, wait_for_start
 from sgl_pipeline.errors import ConfigurationError
 
-START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 30.0
 _CHILDREN_TIMEOUT_S = 5.0
-_POLL_INTERVAL_S = 0.5
-_LOG_LINES_SHOWN = 20
 _COMMITS = BUILD / "commits"
 
 
@@ -130,12 +125,12 @@ def running(engine: Engine, log_path: Path) -> Iterator[psutil.Process | None]:
 
     Gives its main process, None for one that ran before.
 
-    Raises EngineFailure with the end of its log when it does not come up in START_TIMEOUT_S.
+    Raises EngineFailure with the end of its log when it does not come up.
     """
     if not engine.command:
         yield None
         return
-    if _answers(engine.base_url):
+    if answers(engine.base_url):
         raise ConfigurationError(f"{engine.base_url} is taken; choose another --port")
     if engine.trace_path is not None:
         engine.trace_path.unlink(missing_ok=True)
@@ -153,7 +148,7 @@ def running(engine: Engine, log_path: Path) -> Iterator[psutil.Process | None]:
             start_new_session=True,
         )
         try:
-            _wait_until_ready(engine, server, log_path)
+            wait_for_start(engine.label, lambda: answers(engine.base_url), [server], log_path)
             yield server
         finally:
             _stop(server)
@@ -161,25 +156,6 @@ def running(engine: Engine, log_path: Path) -> Iterator[psutil.Process | None]:
 
 def _exit_in_order(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
-
-
-def _wait_until_ready(engine: Engine, server: psutil.Popen, log_path: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not _answers(engine.base_url):
-        ended = server.poll() is not None
-        if ended or time.monotonic() > deadline:
-            lines = log_path.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:]
-            what = f"ended with {server.returncode}" if ended else f"not up in {START_TIMEOUT_S} s"
-            raise EngineFailure("\n".join([f"{engine.label}: {what}; see {log_path}", *lines]))
-        time.sleep(_POLL_INTERVAL_S)
-
-
-def _answers(base_url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{base_url}/v1/models", timeout=5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _stop(server: psutil.Popen) -> None:

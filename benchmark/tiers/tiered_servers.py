@@ -14,9 +14,10 @@ from pathlib import Path
 import requests
 
 from benchmark.support.engine import Engine, EngineFailure
-from benchmark.support.engines import START_TIMEOUT_S, parse_engine
+from benchmark.support.engines import parse_engine
 from benchmark.support.machine import usable_cores
 from benchmark.support.paths import SCRATCH
+from benchmark.support.starts import START_TIMEOUT_S, wait_for_start
 from sgl_pipeline.errors import ConfigurationError
 
 STORE_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
@@ -115,7 +116,7 @@ def router_before(replica_url: str, port: int) -> Iterator[Router]:
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
-        _wait_until(lambda: _has_worker(router, process), f"the router is not up; see {log_path}")
+        wait_for_start("the router", lambda: _has_worker(router), [process], log_path)
         yield router
     finally:
         process.terminate()
@@ -138,9 +139,7 @@ def router_folder() -> Path:
     return folder
 
 
-def _has_worker(router: Router, process: "subprocess.Popen[bytes]") -> bool:
-    if process.poll() is not None:
-        raise EngineFailure(f"the router ended with {process.returncode}; see {SCRATCH}/router.log")
+def _has_worker(router: Router) -> bool:
     try:
         return len(router.workers()) == 1
     except requests.ConnectionError:

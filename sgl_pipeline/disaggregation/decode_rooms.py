@@ -40,8 +40,6 @@ from sgl_pipeline.wire.store_orders import PeerPlace
 MISSING_S = 30.0
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 1.0
-# How long a load may go on whose request has ended: then it hangs.
-ORPHAN_S = 5.0
 _TICK_S = 0.1
 
 
@@ -89,7 +87,6 @@ class DecodeRooms:
         self.offloading = OffloadedRooms(scheduler, self._servers, rule)
         self._rooms: dict[int, _Room] = {}
         self._next_tick_s = float("-inf")
-        self._orphans_since_s: float | None = None
         self.failed: list[Request] = []
         self.counts = RoomCounts()
         self._tier.read_peers(limits.reserved_tokens)
@@ -177,7 +174,6 @@ class DecodeRooms:
         self._take_loads(now_s)
         self.offloading.tick(now_s)
         self._take_ended(now_s)
-        self._cut_off_orphans(now_s)
         self._servers.tick(now_s, self._needed_peers())
 
     # Queries
@@ -333,17 +329,6 @@ class DecodeRooms:
         elif room.retry_s is not None and now_s >= room.retry_s:
             room.retry_s = None
             self._arrivals.found(room.request, room.peer, room.num_pages)
-
-    def _cut_off_orphans(self, now_s: float) -> None:
-        """Loads whose rooms have ended fall short soon, because their pages are withdrawn; one that
-        hangs must not keep pages for ever."""
-        if not self._tier.loads.has_orphans:
-            self._orphans_since_s = None
-        elif self._orphans_since_s is None:
-            self._orphans_since_s = now_s
-        elif now_s - self._orphans_since_s > ORPHAN_S:
-            self._orphans_since_s = None
-            self._tier.interrupt()
 
     def _fail(
         self, room: _Room, reason: str, status: int, now_s: float, *, tells: bool = True

@@ -12,21 +12,15 @@ from typing import Any
 
 import zmq
 
-from sgl_pipeline.errors import PipelineLost, ProtocolError, RequestError
+from sgl_pipeline.errors import PipelineLost, ProtocolError
 from sgl_pipeline.managers.disaggregation.room_ends import DecodeEnd, PrefillEnd
+from sgl_pipeline.managers.front.arrivals import Arrivals
 from sgl_pipeline.managers.front.control_requests import ControlReplies
 from sgl_pipeline.managers.front.garbage import collect_at_leisure
 from sgl_pipeline.managers.front.operator_replies import OperatorReplies
-from sgl_pipeline.managers.front.sglang_io import (
-    AbortRequest,
-    ControlRequest,
-    Received,
-    RefusedRoom,
-    SglangFront,
-)
+from sgl_pipeline.managers.front.sglang_io import ControlRequest, SglangFront
 from sgl_pipeline.managers.front.tier_requests import TierRequests
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
-from sgl_pipeline.managers.grammars.spec import ConstrainedRequest
 from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.reports.reports import Reports
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
@@ -36,8 +30,7 @@ from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.records.recovery_record import RecoveryRecord
-from sgl_pipeline.requests import FinishReason, Request, Room
-from sgl_pipeline.scheduling import WAITED_TOO_LONG
+from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.wire.lease_orders import PagesLent
 from sgl_pipeline.wire.move_orders import MoveDone, MoveFailed, MoveReady, MoveReport
 from sgl_pipeline.wire.stage_messages import (
@@ -101,17 +94,11 @@ class PipelineScheduler:
         self._store = store
         tiers = TierRequests(front, store, core.scheduler.args.page_size)
         self._desk = ControlReplies(front, self, self._profiles, tiers)
+        self._arrivals = Arrivals(front, core.scheduler, grammars, rooms, reports, self._answer)
         self._poller = poller
         ours = (front.socket, *launcher.channel.readable, operators.socket)
         for readable in (*ours, launcher.ends_descriptor):
             poller.register(readable, zmq.POLLIN)
-        self._from_front: dict[type, Callable[[Any], None]] = {
-            Request: self._add,
-            ConstrainedRequest: self._hold,
-            AbortRequest: self._abort_all,
-            RefusedRoom: self._end_refused,
-            ControlRequest: self._answer,
-        }
         # `StageLauncher.receive` keeps StillLoading and WorkerFailed for itself.
         self._from_worker: dict[type, Callable[[int, Any], None]] = {
             StageReport: self._on_step,
@@ -169,13 +156,8 @@ class PipelineScheduler:
             has_end: some worker's process has ended.
         """
         now_s = self._now_s
-        for message in self._front.receive():
-            self._take(message)
-        for request, error in self._grammars.poll():
-            if error is None:
-                self._take(request)
-            else:
-                self._refuse(request, error)
+        self._arrivals.now_s = now_s
+        self._arrivals.receive()
         for worker, report in self._launcher.receive():
             self._hear(worker, report)
         if has_end:
@@ -184,18 +166,18 @@ class PipelineScheduler:
         self._operators.serve(now_s)
         if self._store is not None:
             self._store.serve()
-        self._serve_rooms(now_s)
+        self._arrivals.serve_rooms()
         self._fill_pipeline(now_s)
         if self._rooms is not None and self._rooms.has_news:
             # What the orders have brought about waits for no other message.
-            self._serve_rooms(now_s)
+            self._arrivals.serve_rooms()
             self._fill_pipeline(now_s)
         # The stages have their work; everything below can wait.
         self._pass_on_results(now_s)
         for request in self._core.take_unfit():
             self._front.end(request)
         # After filling: a request that has just started has not timed out.
-        self._end_overdue(now_s)
+        self._arrivals.end_overdue()
         self._check_now_and_then(now_s)
 
     def _refuse_late_ones(self, failure: PipelineLost) -> None:
@@ -209,84 +191,8 @@ class PipelineScheduler:
             self._front.socket.poll(max(1, int(left_s * 1e3)))
             self._front.receive()
 
-    def _take(self, message: Received) -> None:
-        """Handles a message of the front. A failure here ends that request, never the loop."""
-        try:
-            self._from_front[type(message)](message)
-        except Exception:
-            logger.exception("a message of the front could not be handled: %r", message)
-            if isinstance(message, ConstrainedRequest):
-                message = message.request
-            if isinstance(message, Request):
-                self._refuse(message, RequestError("internal error; see the log", 500))
-
     def _answer(self, message: ControlRequest) -> None:
         self._desk.answer(message.message, self._now_s)
-
-    def _abort_all(self, message: AbortRequest) -> None:
-        for request in message.requests:
-            self._abort(request, message.finish)
-
-    def _refuse(self, request: Request, error: RequestError) -> None:
-        self._end_room(request.room, str(error), error.status_code)
-        self._front.refuse(request, error)
-
-    def _end_refused(self, message: RefusedRoom) -> None:
-        self._end_room(message.room, message.text, message.status_code)
-
-    def _end_room(self, room: Room | None, reason: str, status: int) -> None:
-        """A request has ended that was never queued: its other half, if it has one, ends too."""
-        if self._rooms is not None:
-            self._rooms.refused(room, reason, status, self._now_s)
-
-    def _serve_rooms(self, now_s: float) -> None:
-        if self._rooms is not None:
-            for request in self._rooms.serve(now_s):
-                self._front.end(request)
-
-    def _add(self, request: Request) -> None:
-        try:
-            if self._rooms is not None:
-                self._rooms.check(request)
-            displaced = self._requests.add(request)
-        except RequestError as error:
-            self._refuse(request, error)
-        else:
-            if self._rooms is not None:
-                self._rooms.opened(request, self._now_s)
-            if displaced is not None:
-                self._front.end(displaced)
-            self._reports.arrived(request)
-
-    def _hold(self, constrained: ConstrainedRequest) -> None:
-        """Adds a request once its grammar is there."""
-        request = constrained.request
-        try:
-            if not self._grammars.is_known(constrained.grammar):
-                self._requests.check_arrival(request, len(self._grammars))
-            is_ready = self._grammars.add(constrained)
-        except RequestError as error:
-            self._refuse(request, error)
-        else:
-            if is_ready:
-                self._add(request)
-
-    def _end_overdue(self, now_s: float) -> None:
-        for request in self._requests.end_overdue(now_s):
-            self._front.end(request)
-        for request in self._grammars.take_overdue(now_s):
-            self._end_unqueued(request, WAITED_TOO_LONG)
-            self._front.send_finish(request, WAITED_TOO_LONG)
-
-    def _abort(self, request: Request, finish: FinishReason) -> None:
-        self._grammars.discard(request)
-        if self._requests.abort(request.request_id, finish) is None:
-            self._end_unqueued(request, finish)
-        self._front.send_finish(request, finish)
-
-    def _end_unqueued(self, request: Request, finish: FinishReason) -> None:
-        """A request has ended while it waited for its grammar."""
-        self._end_room(request.room, finish.message, finish.status_code or 500)
 
     def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""
@@ -335,10 +241,9 @@ class PipelineScheduler:
         # Not the turn's moment: the stage may have ended the step since then, and no step is over
         # before its stages are. The host's own time counts from here as well.
         started_s = time.monotonic()
-        step = self._core.take_report(report, started_s)
-        if step is not None:
-            step.result_ms = (time.monotonic() - started_s) * 1e3
-            self._booked += [step, *self._core.take_booked_behind()]
+        if booked := self._core.take_report(report, started_s):
+            booked[0].result_ms = (time.monotonic() - started_s) * 1e3
+            self._booked += booked
 
     def _pass_on_results(self, now_s: float) -> None:
         """Gives the front the tokens of the newest reports, and the reports all that happened."""

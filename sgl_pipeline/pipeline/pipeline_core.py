@@ -6,16 +6,16 @@ its token events. All that happens besides is in one list of `records.event.Even
 driver drains once a turn. The core reads no clock and sends nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, replace
 
 from sgl_pipeline.args import ACCOUNTINGS
-from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.open_steps import OpenSteps
 from sgl_pipeline.pipeline.output_lengths import OutputLengths
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, RoomsState, StageState, TierState
 from sgl_pipeline.pipeline.recent_load import RecentLoad, RecentWork
@@ -24,7 +24,6 @@ from sgl_pipeline.pipeline.slow_stages import SlowStages
 from sgl_pipeline.pipeline.step_history import StepHistory
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
-from sgl_pipeline.pipeline.waiting_results import WaitingResults
 from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.trace import StepRecord
@@ -74,7 +73,6 @@ class PipelineCore:
         self.migration.events = self.events
         if throttle is not None:
             throttle.events = self.events
-        self._vocab_size = vocab_size
         self.history = StepHistory(plan.num_stages)
         self.slow_stages = SlowStages(plan.num_stages)
         self.recent_load = RecentLoad()
@@ -83,16 +81,12 @@ class PipelineCore:
         self.clock_offsets_s: Mapping[int, float] = {}
         self._encoder = StepOrderEncoder()
         self._orders = OrderStream()
-        self._open: dict[int, OpenStep] = {}
-        self._first_step_id = 0  # of this incarnation
+        self.open_steps = OpenSteps(scheduler, vocab_size)
         self.has_run = False  # a step of this incarnation has come back from all stages
         self._is_halted = False
         self.is_held = False  # no step is decided, those in flight go on
         self._unfit: list[Request] = []
         self._configured_stages = plan.num_stages
-        self._reported: list[OpenStep] = []
-        self._results = WaitingResults()
-        self._booked_behind: list[OpenStep] = []
         # Learns from steps with rows that attend elsewhere; None: there are none.
         self.offload: OffloadRule | None = None
         self._refresh_times()
@@ -117,17 +111,15 @@ class PipelineCore:
         """Another worker has the pages of `stage`, and fills it from `start_over` on; as `halt`,
         but only the rows that the stage has kept are lost. No step is in flight, and no layer
         moves."""
-        assert not self._open and not self.migration.is_moving
+        assert not self.open_steps and not self.migration.is_moving
         self.scheduler.tier.interrupt()
         self.scheduler.lost_pages.hand_over(stage, now_s)
         self._stop(reason, now_s)
 
     def _stop(self, reason: str, now_s: float) -> None:
         self.migration.interrupt(reason, now_s)
-        self._open.clear()
-        self._results.forget()
+        self.open_steps.take_back()
         self.slow_stages.interrupt()
-        self._first_step_id = self.scheduler.next_step_id
         self.has_run = False
         self._is_halted = True
 
@@ -175,11 +167,6 @@ class PipelineCore:
         snapshot = self._encoder.snapshot(None if log is None else log.contents())
         return self._orders.start_over(snapshot, incarnation)
 
-    @property
-    def open_steps(self) -> Iterable[OpenStep]:
-        """The steps that some stage has not reported, oldest first."""
-        return self._open.values()
-
     def orders_before_step(self, now_s: float) -> list[SealedOrder]:
         """Orders about stored pages and layer moves that precede the next step. The driver must
         send each to every stage before it asks for that step."""
@@ -223,56 +210,28 @@ class PipelineCore:
         if microbatch is None:
             return None
         step = OpenStep(microbatch, self._orders.seal(self._encoder.encode(microbatch)), now_s)
-        self._open[microbatch.step_id] = step
+        self.open_steps.add(step)
         self.history.scheduled(microbatch)
         return step
 
-    def take_report(self, report: StageReport, now_s: float) -> OpenStep | None:
-        """Applies a stage's report. The last stage's brings the tokens: then returns the step, with
-        `events`. Those of a step with leases wait for all stages' reports, and those of later steps
-        behind them: `take_booked_behind`.
+    def take_report(self, report: StageReport, now_s: float) -> list[OpenStep]:
+        """Applies a stage's report. The last stage's brings the tokens: returns the steps that are
+        booked by it, with `events`, oldest first. Several where a step with leases, which waits for
+        the reports of all stages, has kept others waiting (`open_steps.py`).
 
         A report of a step that was taken back is late, and has no effect. Raises ProtocolError,
         without any other effect, for a report that no stage could send now.
         """
-        if report.step_id < self._first_step_id:
-            return None
-        step = self._expected_step(report)
-        booked: list[OpenStep] = []
-        if report.token_ids is not None:
-            self._results.add(step, report)
-            if not step.leased_rows:  # a wrong one is refused before it has any effect
-                booked += self._book(now_s)
+        if self.open_steps.is_late(report):
+            return []
         offset_s = self.clock_offsets_s.get(report.stage, 0.0)
-        step.timings[report.stage] = report.timing.shifted(offset_s)
+        booked = self.open_steps.take(report, self.plan.num_stages, offset_s, now_s)
         self.history.last_steps[report.stage] = report.step_id
         self.history.heard_s[report.stage] = now_s
-        if step.leased_rows:
-            step.lost_leases.update(report.lost_leases)
-            if report.offloaded is not None and self.offload is not None:
-                self.offload.rates.note(report.offloaded, report.timing.compute_ms * 1e-3, now_s)
-            booked += self._book(now_s)
-        for one in dict.fromkeys((*booked, step)):
-            if one.is_booked and len(one.timings) == self.plan.num_stages:
-                self._reported.append(self._open.pop(one.microbatch.step_id))
-                self.has_run = True
-        self._booked_behind += booked[1:]
-        return booked[0] if booked else None
-
-    def _book(self, now_s: float) -> Iterator[OpenStep]:
-        """Books the results that are due."""
-        for step, report in self._results.take_due(self.plan.num_stages):
-            assert report.token_ids is not None
-            events = self.scheduler.on_result(
-                report.step_id, report.token_ids, now_s, report.logprobs, step.lost_leases
-            )
-            step.finish(events, now_s)
-            yield step
-
-    def take_booked_behind(self) -> list[OpenStep]:
-        """Steps since the last call that were booked behind those that `take_report` returned."""
-        steps, self._booked_behind = self._booked_behind, []
-        return steps
+        self.has_run = self.has_run or bool(self.open_steps.reported)
+        if report.offloaded is not None and self.offload is not None:
+            self.offload.rates.note(report.offloaded, report.timing.compute_ms * 1e-3, now_s)
+        return booked
 
     def take_lease_report(self, report: PagesLent) -> None:
         """Applies a stage's report on pages that it lends; raises as `LentPages.take`."""
@@ -282,30 +241,6 @@ class PipelineCore:
         """Applies a stage's report on pages that it saved or loaded; raises as `KvTier.take`."""
         self.scheduler.tier.take(report, self.plan)
 
-    def _expected_step(self, report: StageReport) -> OpenStep:
-        """The step that its stage must report next, if `report` can belong to it."""
-        stage = report.stage
-        name = f"stage {stage} of {self.plan.num_stages} reported step {report.step_id}"
-        due = (one for one in self._open.values() if stage not in one.timings)
-        if (step := next(due, None)) is None:
-            raise ProtocolError(f"{name}, which it has reported before or was never sent")
-        microbatch = step.microbatch
-        if (report.step_id, report.epoch) != (microbatch.step_id, microbatch.epoch):
-            raise ProtocolError(
-                f"{name} of epoch {report.epoch}, {microbatch.step_id} of epoch {microbatch.epoch} "
-                "was due"
-            )
-        is_last = stage == self.plan.num_stages - 1
-        if is_last != (report.token_ids is not None):
-            raise ProtocolError(f"{name} {'without' if is_last else 'with'} tokens")
-        if self._vocab_size is not None and max(report.token_ids or (0,)) >= self._vocab_size:
-            raise ProtocolError(
-                f"{name} with token {max(report.token_ids or ())}, the model has {self._vocab_size}"
-            )
-        if not report.timing.is_in_order:
-            raise ProtocolError(f"{name} with moments out of order: {report.timing}")
-        return step
-
     def take_events(self) -> list[Event]:
         """All that has happened since the last call, in order.
 
@@ -313,10 +248,10 @@ class PipelineCore:
         that they have their `result_ms`. A move that one of them makes the planner begin follows
         that step.
         """
-        if self._reported:
-            for step in self._reported:
+        if reported := self.open_steps.reported:
+            for step in reported:
                 self._note(step.record())
-            self._reported.clear()
+            reported.clear()
             self._refresh_times()
         events = self.events[:]
         self.events.clear()
@@ -353,9 +288,7 @@ class PipelineCore:
                 reason=f"{len(recent)} steps of this plan have been measured, too few to tell"
             )
         in_flight = [
-            (step.microbatch, step.scheduled_s)
-            for step in self._open.values()
-            if not step.finished_s
+            (step.microbatch, step.scheduled_s) for step in self.open_steps if not step.finished_s
         ]
         running = [len(one.output_ids) for one in self.scheduler.requests()]
         lengths = OutputLengths(self.recent_load.output_lengths(), running)

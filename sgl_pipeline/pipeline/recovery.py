@@ -277,7 +277,7 @@ class StageRecovery:
         record = self.unsettled
         if record is None or record is self.current:
             return None
-        if not self._core.has_run and any(True for _ in self._core.open_steps):
+        if not self._core.has_run and self._core.open_steps:
             return None
         record.ended_s = now_s
         self._core.events.append(record)

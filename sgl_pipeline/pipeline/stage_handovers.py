@@ -100,7 +100,7 @@ class StageHandovers:
         if handover.held_s is None:
             handover.held_s = now_s
             self._core.is_held = True
-        if not handover.is_finishing and not [*self._core.open_steps]:
+        if not handover.is_finishing and not self._core.open_steps:
             handover.is_finishing = True
             yield handover.leaver, FinishHandover(handover.number)
 

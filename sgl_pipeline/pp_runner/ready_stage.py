@@ -37,7 +37,14 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
-from sgl_pipeline.wire.store_orders import LoadPages, OfferPages, SavePages, UseStore, WithdrawPages
+from sgl_pipeline.wire.store_orders import (
+    EndLoad,
+    LoadPages,
+    OfferPages,
+    SavePages,
+    UseStore,
+    WithdrawPages,
+)
 
 # A GPU that has a step to run and one to follow never waits for the host. A third step that the
 # host launched would wait in FlashInfer's plan for the first of them.
@@ -89,6 +96,7 @@ class ReadyStage:
             UseStore: self._use_store,
             SavePages: transfers.obey,
             LoadPages: transfers.obey,
+            EndLoad: transfers.obey,
             OfferPages: transfers.obey_offer,
             WithdrawPages: transfers.obey_offer,
             LendPages: transfers.obey_lease,

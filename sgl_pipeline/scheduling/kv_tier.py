@@ -220,6 +220,7 @@ class KvTier:
             self.loads.give_up_late(now_s, self.rules)
         if wanted == _NOTHING:
             return
+        yield from self.loads.end_orphans()
         owed = self._owed()
         yield from self.loads.next_orders(
             now_s, self.rules, times, len(self._running), owed, self._transfer

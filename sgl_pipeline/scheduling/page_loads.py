@@ -24,7 +24,7 @@ from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.wire.step_order import INT32
-from sgl_pipeline.wire.store_orders import LoadPages, PagesLoaded
+from sgl_pipeline.wire.store_orders import EndLoad, LoadPages, PagesLoaded
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +42,7 @@ class PageLoad:
     source: str = ""  # the peer that they come from
     parked_s: float | None = None
     is_claimed: bool = True
+    is_ending: bool = False
     reports: dict[int, PagesLoaded] = field(default_factory=dict)
 
     @property
@@ -180,6 +181,14 @@ class PageLoads:
             load.is_claimed = False
             self._demand.unclaim(load.path)
 
+    def end_orphans(self) -> Iterator[EndLoad]:
+        """Ends loads from peers for requests that are not held for them any more. Their pages are
+        withdrawn, so most fall short by themselves; one that hangs would keep its pages."""
+        for load in self._loads.values():
+            if load.source and not load.is_ending and not self._arrivals.holds(load.request):
+                load.is_ending = True
+                yield EndLoad(load.transfer)
+
     def cancel(self) -> list[Request]:
         """Forgets all loads; returns the requests that still wait for them."""
         requests = [load.request for load in self._loads.values()]
@@ -209,12 +218,6 @@ class PageLoads:
     def promised_pages(self) -> int:
         """Pages on their way from peers."""
         return sum(len(load.pages) for load in self._loads.values() if load.source)
-
-    @property
-    def has_orphans(self) -> bool:
-        """True if pages come from a peer for a request that is not held for them any more."""
-        loads = self._loads.values()
-        return any(load.source and not self._arrivals.holds(load.request) for load in loads)
 
     @property
     def loading_tokens(self) -> int:

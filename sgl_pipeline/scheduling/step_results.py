@@ -50,10 +50,11 @@ class StepResults:
         drawn, rows = iter(token_ids), iter(logprobs)
         events = []
         for chunk in microbatch.chunks:
+            has_ended = chunk.request.state is RequestState.FINISHED
             event = self._book(chunk, tuple(islice(drawn, chunk.num_samples)), now_s)
             if chunk.request.logprobs is not None:
                 runs = list(islice(rows, 1 + len(chunk.draft_ids)))
-                if not self._offloaded.is_lost(chunk.request):
+                if not has_ended and not self._offloaded.is_lost(chunk.request):
                     keep_logprobs(chunk, runs[: len(event.token_ids) or 1] if event else runs[:1])
             if event is not None:
                 events.append(event)

@@ -27,6 +27,7 @@ from sgl_pipeline.simulator.virtual_offload import VirtualOffload
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.store_orders import (
+    EndLoad,
     LoadPages,
     OfferPages,
     PeerStage,
@@ -202,6 +203,8 @@ class DecodeServer(RoomServer[DecodeRooms]):
         if isinstance(order, UseStore):
             self.reads.forget()
             return
+        if isinstance(order, EndLoad):
+            return  # no load hangs, and its pages have been withdrawn
         assert isinstance(order, LoadPages), "a decode server has no store"
         request = self._requests[order.offer]
         crosses = self.offload is None or request not in self.offload.remote.requests

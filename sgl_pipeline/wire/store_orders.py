@@ -107,6 +107,13 @@ class LoadPages(msgspec.Struct, frozen=True, tag=True):
     offer: Count = 0
 
 
+class EndLoad(msgspec.Struct, frozen=True, tag=True):
+    """Read no more of a `LoadPages` with a source: its report follows soon, of the pages that have
+    come. Without effect behind the report."""
+
+    transfer: int
+
+
 class OfferPages(msgspec.Struct, frozen=True, tag=True):
     """Let peers whose `digest` is this one read `pages`, the fields as in `SavePages`, until the
     offer is withdrawn or forgotten.
@@ -169,6 +176,6 @@ def offer_door(worker: int) -> str:
     return f"offers-{worker}"
 
 
-StoreOrder = UseStore | SavePages | LoadPages
+StoreOrder = UseStore | SavePages | LoadPages | EndLoad
 OfferOrder = OfferPages | WithdrawPages
 StoreReport = PagesSaved | PagesLoaded

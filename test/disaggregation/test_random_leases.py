@@ -1,6 +1,6 @@
 """Servers apart, whose prefill servers lend pages, under random operations and faults, over streams
 that delay, lose, repeat and break: every request ends, with its right tokens or a named error, and
-nothing is kept or lent for ever. Without leases: `test/fault_schedules`."""
+nothing is kept or lent for ever. `test/fault_schedules` has the same with whole workers."""
 
 import math
 from collections.abc import Callable

@@ -42,7 +42,8 @@ _WORLDS: dict[str, tuple[Callable[[int], Counter[str]], str]] = {
         "before and {transfer_failed} in the transfer, {computed_here} prompts computed by the "
         "decode server, {pages} pages read and {failed_loads} loads that fell short, {moves} layer "
         "moves, {lost_workers} lost workers, {recoveries} recoveries and {handovers} handovers, "
-        "{deaths} dead servers and {breaks} broken streams, {stores} servers with a store",
+        "{deaths} dead servers and {breaks} broken streams, {stores} servers with a store, "
+        "{offloaded} requests with a lease, {ended_early} of which lost it before their end",
     ),
 }
 

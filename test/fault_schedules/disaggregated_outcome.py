@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fault_schedules.virtual_server import VirtualServer
 
+from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.records.move_record import MoveOutcome
 
 
@@ -20,7 +21,10 @@ class DisaggregatedOutcome:
 def counts_of(server: VirtualServer) -> Counter[str]:
     """What has happened on one server."""
     assert server.core is not None and server.recovery is not None and server.rooms is not None
-    scheduler, rooms = server.core.scheduler, server.rooms.rooms.counts
+    scheduler, ends = server.core.scheduler, server.rooms.rooms
+    rooms, offloaded, ended_early = ends.counts, 0, 0
+    if isinstance(ends, DecodeRooms):
+        offloaded, ended_early = ends.offloading.num_offloaded, ends.offloading.num_ended_early
     moves = [one.outcome for one in server.core.migration.history]
     return Counter(
         steps=scheduler.next_step_id,
@@ -33,5 +37,7 @@ def counts_of(server: VirtualServer) -> Counter[str]:
         bootstrap_failed=rooms.num_bootstrap_failed,
         transfer_failed=rooms.num_transfer_failed,
         computed_here=rooms.num_computed_here,
+        offloaded=offloaded,
+        ended_early=ended_early,
         stores=server.tier is not None,
     )

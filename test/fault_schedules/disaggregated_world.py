@@ -6,6 +6,7 @@ that has a name; nothing is held, promised or remembered. A world in which nothi
 that memory is short and layers move answers all requests.
 """
 
+import math
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -34,6 +35,8 @@ from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.managers.disaggregation.offering_stages import OfferingStages
+from sgl_pipeline.pipeline.offload_rule import OffloadRule
+from sgl_pipeline.throttle.attention_offload import Reading
 
 MAX_EVENTS = 150_000
 MOST_PAIRS = 8
@@ -43,6 +46,15 @@ LONGEST_S = 400.0
 WATCH_S = 0.5
 CLEAN_SHARE = 0.15
 PATIENT_SHARE = 0.2
+# Of the seeds, those in which pages are lent, by most prefill servers, to most decode servers.
+LEASE_SHARE = 0.6
+READINGS: tuple[Reading, ...] = ("either", "both")
+OFFLOAD_RATIOS = (*[math.inf] * 5, 1.0, 0.3, 0.0, None, None)
+
+
+def has_leases(seed: int) -> bool:
+    """True if pages are lent in the world of `seed`."""
+    return Random(f"leases {seed}").random() < LEASE_SHARE
 
 
 def run_disaggregated_seed(seed: int) -> DisaggregatedOutcome:
@@ -72,9 +84,18 @@ class DisaggregatedWorld:
             held_share=rng.choice((0.2, 0.5)),
             falls_back=rng.random() < 0.3,
         )
+        # Its own, so that seeds without leases are what they would be without this part.
+        self._lease_rng = Random(f"worlds with leases {seed}")
+        self._has_leases = has_leases(seed)
+        # Now and then a server is given another model.
+        self._other_digests = 0.0
+        if not self._is_clean:
+            self._other_digests = self._lease_rng.choice((*[0.0] * 9, 0.4))
         self._page_size = rng.choice((1, 2, 4))
         self._num_layers = MOST_STAGES + rng.choice((0, 1, 2))
         max_tokens, max_new_tokens = rng.choice((6, 12, 20)), rng.choice((4, 12, 24))
+        if self._has_leases:
+            max_new_tokens = self._lease_rng.choice((12, 24, 40))
         prefills = [f"p:{number}" for number in range(rng.choice((1, 1, 1, 2)))]
         decodes = [f"d:{number}" for number in range(rng.choice((1, 1, 1, 2)))]
         num_pairs = rng.randint(2, MOST_PAIRS)
@@ -143,10 +164,16 @@ class DisaggregatedWorld:
 
     def _peer_tempo(self) -> PeerTempo:
         rng = self._rng
+        lost_lease_chance, wait_share = 0.0, 0.0
+        if self._has_leases:
+            lost_lease_chance = self._lease_rng.choice((0.0, 0.0, 0.01, 0.1))
+            wait_share = self._lease_rng.choice((0.0, 0.05, 0.5))
         return PeerTempo(
             read_s=rng.choice((0.001, 0.01, 0.1)),
             failure_chance=0.0 if self._is_clean else rng.choice((0.0, 0.05)),
             hang_chance=0.0 if self._is_patient else rng.choice((0.0, 0.0, 0.02, 0.1)),
+            lost_lease_chance=lost_lease_chance,
+            wait_share=wait_share,
         )
 
     def _random_args(self, rng: Random) -> PipelineArgs:
@@ -172,6 +199,8 @@ class DisaggregatedWorld:
         args = self._random_args(rng)
         num_pages = -(-self._most_tokens // self._page_size) * rng.choice((1, 1, 2, 8))
         num_pages += rng.randint(0, 3)
+        if self._has_leases and name.startswith("p"):
+            num_pages *= self._lease_rng.choice((1, 2, 2, 4))
         stores = FakeStores(tier_rng)
         if tier_rng.random() < 0.15:
             stores = random_stores(tier_rng, self._clients, self._num_layers, self._page_size)
@@ -206,18 +235,25 @@ class DisaggregatedWorld:
         assert core is not None
         identity = ServerIdentity(
             name=server.name,
-            digest="fake",
+            digest="other" if self._lease_rng.random() < self._other_digests else "fake",
             page_size=self._page_size,
             num_layers=self._num_layers,
             kv_dtype="fake",
         )
         rooms: PrefillRooms | DecodeRooms
         stages = None
+        leases = self._lease_rng
+        lends = self._has_leases and leases.random() < 0.9
+        limits = replace(self._limits, lends=lends)
         if server.name.startswith("p"):
             stages = OfferingStages(core, server.roster)
-            rooms = PrefillRooms(core.scheduler, identity, self._limits, stages())
+            rooms = PrefillRooms(core.scheduler, identity, limits, stages())
         else:
-            rooms = DecodeRooms(core.scheduler, identity, self._limits)
+            if lends:
+                ratio = leases.choice(OFFLOAD_RATIOS)
+                reading = leases.choice(READINGS)
+                core.offload = OffloadRule(core.scheduler, ratio, reading)
+            rooms = DecodeRooms(core.scheduler, identity, limits, core.offload)
         driver = RoomDriver(
             server.name,
             core.scheduler,

@@ -16,6 +16,8 @@ class FakeLog:
 
     def begin(self, chunks: Iterable[MirroredChunk]) -> None:
         for chunk in chunks:
+            if chunk.request.lease is not None:
+                continue
             end = chunk.start + chunk.length
             for page in begun_pages(chunk.request.pages, chunk.start, end, self._page_size):
                 self._pages.enter(page)
@@ -39,4 +41,5 @@ class FakeLog:
         for chunk in chunks:
             for position in range(chunk.start, chunk.start + chunk.length):
                 place, offset = divmod(position, self._page_size)
-                yield chunk.request.pages[place], offset
+                # All rows of a lease have the only page that it has here.
+                yield chunk.request.pages[place if chunk.request.lease is None else 0], offset

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import count
 from operator import mul
+from typing import Protocol
 
 from sgl_pipeline.pp_runner.output.drafted_rows import rows_apart
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request
@@ -66,6 +67,16 @@ def append_position(seen: int, position: int, row: int) -> tuple[int, int]:
 LayerPages = dict[int, dict[int, int]]
 
 
+class Elsewhere(Protocol):
+    """The stages of other servers, as far as they attend for this one (`fake_leases.py`)."""
+
+    def run(self, layer: int, chunk: MirroredChunk, rows: Sequence[int]) -> list[int]:
+        """What becomes of the rows of a chunk in a layer."""
+
+    def fingerprints(self, chunk: MirroredChunk) -> list[int]:
+        """Those of the request in the layer that ran last."""
+
+
 class FakeStage:
     """One stage's KV: the pages of each layer that it holds, and what it computes on them."""
 
@@ -73,6 +84,8 @@ class FakeStage:
         self.page_size = page_size
         self.pages: dict[int, LayerPages] = {layer: {} for layer in layers}
         self._last = 0  # the last layer that ran
+        # Runs the rows of leases, whose pages are elsewhere; None: there are none.
+        self.elsewhere: Elsewhere | None = None
 
     def run(
         self,
@@ -95,17 +108,36 @@ class FakeStage:
     def _run_layer(
         self, layer: int, chunks: Sequence[MirroredChunk], rows: Sequence[int]
     ) -> list[int]:
-        pages, size = self.pages[layer], self.page_size
-        incoming = iter(rows)
-        outgoing = []
+        outgoing: list[int] = []
         for chunk in chunks:
-            start, own = chunk.start, chunk.request.pages
-            seen = attention(self._fingerprints(layer, own, 0, start))
-            for position in range(start, start + chunk.length):
-                one, seen = append_position(seen, position, next(incoming))
-                pages.setdefault(own[position // size], {})[position % size] = one
-                outgoing.append(one)
+            incoming = rows[len(outgoing) : len(outgoing) + chunk.length]
+            if chunk.request.lease is None:
+                outgoing += self.extend(layer, chunk.request.pages, chunk.start, incoming)
+            else:
+                self._fill_scratch_page(layer, chunk)
+                assert self.elsewhere is not None
+                outgoing += self.elsewhere.run(layer, chunk, incoming)
         return outgoing
+
+    def extend(self, layer: int, own: Sequence[int], start: int, rows: Sequence[int]) -> list[int]:
+        """Runs a layer for `rows` from position `start` on of the request whose pages are `own`;
+        returns what becomes of them."""
+        pages, size = self.pages[layer], self.page_size
+        seen = attention(self.fingerprints(layer, own, 0, start))
+        outgoing = []
+        for position, row in enumerate(rows, start):
+            one, seen = append_position(seen, position, row)
+            pages.setdefault(own[position // size], {})[position % size] = one
+            outgoing.append(one)
+        return outgoing
+
+    def _fill_scratch_page(self, layer: int, chunk: MirroredChunk) -> None:
+        """The keys and values of a chunk of a lease are put into its only page here."""
+        (page,) = chunk.request.pages
+        size, end = self.page_size, chunk.start + chunk.length
+        assert chunk.start // size == (end - 1) // size, "the rows of a lease need two pages"
+        places = range(chunk.start % size, chunk.start % size + chunk.length)
+        self.pages[layer].setdefault(page, {}).update(dict.fromkeys(places, -1))
 
     def content(self, layer: int, page: int) -> tuple[int, ...]:
         """The fingerprints of a full page. Raises KeyError where one is missing."""
@@ -133,9 +165,12 @@ class FakeStage:
     def _last_fingerprints(self, chunk: MirroredChunk, start: int) -> list[int]:
         """Those of the last layer, of the request from `start` to the end of `chunk`."""
         end = chunk.start + chunk.length
-        return self._fingerprints(self._last, chunk.request.pages, start, end)
+        if chunk.request.lease is not None:
+            assert self.elsewhere is not None
+            return self.elsewhere.fingerprints(chunk)[start:end]
+        return self.fingerprints(self._last, chunk.request.pages, start, end)
 
-    def _fingerprints(self, layer: int, own: Sequence[int], start: int, end: int) -> list[int]:
+    def fingerprints(self, layer: int, own: Sequence[int], start: int, end: int) -> list[int]:
         """Those from position `start` to `end` of the request whose pages are `own`."""
         pages, size = self.pages[layer], self.page_size
         return [pages[own[position // size]][position % size] for position in range(start, end)]

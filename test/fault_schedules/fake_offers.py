@@ -5,11 +5,12 @@ reads, reads what is there at that moment; what a page must hold follows from it
 """
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+from fault_schedules.fake_leases import FakeLeases
 from fault_schedules.fake_model import FakeStage
 from fault_schedules.faulty_store import Content, RightPages
 
@@ -90,14 +91,21 @@ class OfferSite(Protocol):
     def offers(self) -> FakeOffers | None:
         """Those of its stage; None while it has none, or hangs."""
 
+    @property
+    def leases(self) -> FakeLeases | None:
+        """As `offers`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeerTempo:
-    """Most seconds of the read of a page; how often a stream breaks, and a read never ends."""
+    """Most seconds of the read of a page; how often a stream breaks, and a read never ends; how
+    often the attention to a lease fails, and what share of their steps stages wait for it."""
 
     read_s: float
     failure_chance: float
     hang_chance: float
+    lost_lease_chance: float = 0.0
+    wait_share: float = 0.0
 
 
 @dataclass(slots=True)
@@ -111,6 +119,7 @@ class FakePeers:
     sites: dict[str, OfferSite] = field(default_factory=dict)
     num_read: int = 0
     num_failed: int = 0
+    num_attended: int = 0  # layers of chunks of leases
 
     def open(self, server: str, worker: int, site: OfferSite) -> None:
         """`site` is a worker of a server from now on."""
@@ -124,6 +133,22 @@ class FakePeers:
         if self.rng.random() < self.tempo.failure_chance:
             raise PeerLost(f"the stream to {address} broke")
         return None if site.offers is None else site.offers.read(offer, page_hash, layer)
+
+    def hangs(self, address: str) -> bool:
+        """True if a worker takes what is sent to it, and does not answer."""
+        site = self.sites[address]
+        return not site.is_dead and site.leases is None
+
+    def attend(
+        self, address: str, layer: int, lease: int, start: int, rows: Sequence[int]
+    ) -> tuple[list[int], list[int]] | None:
+        """As `FakeLeases.attend`; None also where the worker there does not answer."""
+        site = self.sites[address]
+        is_lost = self.rng.random() < self.tempo.lost_lease_chance
+        if is_lost or site.is_dead or site.leases is None:
+            return None
+        self.num_attended += 1
+        return site.leases.attend(layer, lease, start, rows)
 
     def check(self, page_hash: bytes, layer: int, content: Content) -> None:
         """Asserts that a page that has come is the one that was asked for."""

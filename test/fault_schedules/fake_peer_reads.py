@@ -38,18 +38,30 @@ class FakePeerReads(FakeSession):
         self._place, self._peers, self._fill, self._ended = place, peers, fill, ended
         self._now_s, self._after = now_s, after
         self._jobs: deque[PageTransfer] = deque()
-        self._is_reading = False
+        # That is read now, and how many of its pages have come.
+        self._job: PageTransfer | None = None
+        self._num_pages = 0
 
     def add(self, job: PageTransfer) -> None:
         """Reads what `job` names after what was asked for before."""
         self._jobs.append(job)
-        if not self._is_reading:
+        if self._job is None:
             self._next()
 
+    def end_load(self, job: PageTransfer) -> None:
+        """Reads no more of a load, if it has not ended."""
+        ended = StoreError("the load was ended")
+        if job in self._jobs:
+            self._jobs.remove(job)
+            self._ended(self, job, 0, 0.0, ended)
+        elif job is self._job:
+            self._end(job, self._num_pages, self._now_s(), ended)
+
     def _next(self) -> None:
-        self._is_reading = bool(self._jobs) and not self.is_over
-        if self._is_reading:
-            self._ask(self._jobs.popleft(), 0, self._now_s())
+        self._job = None
+        if self._jobs and not self.is_over:
+            self._job, self._num_pages = self._jobs.popleft(), 0
+            self._ask(self._job, 0, self._now_s())
 
     def _ask(self, job: PageTransfer, index: int, began_s: float) -> None:
         if index == len(job.pages):
@@ -63,7 +75,7 @@ class FakePeerReads(FakeSession):
         self, job: PageTransfer, index: int, began_s: float, asked_s: float, back_s: float
     ) -> None:
         """The question for a page has come to the peer; the answer takes `back_s`."""
-        if self.is_over:
+        if self.is_over or job is not self._job:
             return
         try:
             contents = [self._content(job, index, layer) for layer in self.layers]
@@ -90,13 +102,14 @@ class FakePeerReads(FakeSession):
         self, job: PageTransfer, index: int, began_s: float, contents: list[Content | None]
     ) -> None:
         """A page has come."""
-        if self.is_over:
+        if self.is_over or job is not self._job:
             return
         for layer, content in zip(self.layers, contents, strict=True):
             assert content is not None
             self._peers.check(job.hash_of(index), layer, content)
             self._fill(job.pages[index], layer, content)
         self._peers.num_read += 1
+        self._num_pages = index + 1
         self._ask(job, index + 1, began_s)
 
     def _end(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from random import Random
 
+from fault_schedules.fake_leases import FakeLeases
 from fault_schedules.fake_model import FakeStage
 from fault_schedules.fake_offers import FakeOffers, FakePeers
 from fault_schedules.fake_peer_reads import FakePeerReads
@@ -20,13 +21,15 @@ from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
     page_transfer,
 )
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.lease_orders import EndLease, LeaseOrder, LendPages, PagesLent
 from sgl_pipeline.wire.store_orders import (
     UINT32,
-    LoadPages,
+    EndLoad,
+    OfferOrder,
     OfferPages,
     PagesLoaded,
     PagesSaved,
-    SavePages,
+    StoreOrder,
     StorePlace,
     StoreReport,
     UseStore,
@@ -77,13 +80,14 @@ class FakeTransfers:
         self._plan, self._may_start = plan, may_start
         self._now_s, self._after, self._has_news = now_s, after, has_news
         self.offers = FakeOffers(pages, self._own_layers)
+        self.leases = FakeLeases(stage, pages, self._own_layers)
         self._use = UseStore(None)
         self._sessions: dict[str, FakeSession] = {}  # by source
         self._unanswered: dict[int, PageTransfer] = {}
         self._held: deque[PageTransfer] = deque()
         self._done: deque[StoreReport] = deque()
 
-    def obey(self, order: UseStore | SavePages | LoadPages | OfferPages | WithdrawPages) -> None:
+    def obey(self, order: StoreOrder | OfferOrder | LeaseOrder) -> None:
         if isinstance(order, UseStore):
             self.cancel("a store" if order.place is not None else "no store")
             self._use = order
@@ -93,20 +97,29 @@ class FakeTransfers:
             self.offers.obey(order)
             self._start_held()
             return
+        if isinstance(order, LendPages | EndLease):
+            self.leases.obey(order)
+            self._start_held()
+            return
+        if isinstance(order, EndLoad):
+            self._end_load(order.transfer)
+            return
         job = page_transfer(order, self._num_pages(), self._plan().num_layers)
         assert job.source in self._sessions, "a transfer was ordered, and its source is not in use"
         taken = {page for one in self._unanswered.values() if one.is_load for page in one.pages}
         assert taken.isdisjoint(job.pages), "a page is in a transfer while another one fills it"
         if job.is_load:
             self.offers.check_written(job.pages)
+            self.leases.check_written(job.pages)
         self._unanswered[job.transfer] = job
         self._held.append(job)
         self._start_held()
 
-    def take_reports(self) -> list[tuple[StoreReport, tuple[int, ...]]]:
+    def take_reports(self) -> list[tuple[StoreReport | PagesLent, tuple[int, ...]]]:
         """The reports to send now, each with the pages that its load has filled."""
         self._start_held()
-        return [self._answer(self._done.popleft()) for _ in range(len(self._done))]
+        ended = [self._answer(self._done.popleft()) for _ in range(len(self._done))]
+        return [*ended, *((begun, ()) for begun in self.leases.take_reports())]
 
     def refuse_open(self, reason: str) -> list[StoreReport]:
         """Gives up what is under way, and the reports to send on it, and forgets all offers; later
@@ -135,6 +148,19 @@ class FakeTransfers:
             assert not job.is_load or pages.isdisjoint(read), "a page that is loaded is read"
             assert pages.isdisjoint(written), "a page in a transfer is written by a step"
         self.offers.check_written(written)
+        self.leases.check_written(written)
+
+    def _end_load(self, transfer: int) -> None:
+        """A load from a peer is wanted no more."""
+        if (job := self._unanswered.get(transfer)) is None:
+            return
+        session = self._sessions[job.source]
+        assert isinstance(session, FakePeerReads), "a load from a store is ended"
+        if job in self._held:
+            self._held.remove(job)
+            self._load_ended(session, job, 0, 0.0, StoreError("the load was ended"))
+        else:
+            session.end_load(job)
 
     def _own_layers(self) -> range:
         layers = self._plan().layers_of(self._stage)
@@ -169,6 +195,7 @@ class FakeTransfers:
 
     def _end_sessions(self, reason: str) -> None:
         self.offers.forget()
+        self.leases.forget()
         if self._sessions:
             self._stores.cut_off[reason] += len(self._unanswered)
         for session in self._sessions.values():
@@ -182,6 +209,7 @@ class FakeTransfers:
         if not self._may_start():
             return
         self.offers.make()
+        self.leases.make()
         if not self._held:
             return
         while self._held:

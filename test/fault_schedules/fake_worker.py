@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from fault_schedules.fake_leases import FakeAttention, FakeLeases
 from fault_schedules.fake_log import FakeLog
 from fault_schedules.fake_model import FakeStage
 from fault_schedules.fake_moves import FakePageLinks, FakeRows, FakeSite, LoadTempo
@@ -21,6 +22,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import written_pages
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import LogprobRows
+from sgl_pipeline.wire.lease_orders import LeaseOrder
 from sgl_pipeline.wire.move_orders import AbandonMove, PrepareMove, SwitchPlan
 from sgl_pipeline.wire.stage_messages import (
     FinishHandover,
@@ -43,13 +45,7 @@ from sgl_pipeline.wire.stage_messages import (
 )
 from sgl_pipeline.wire.stage_orders import OrderReader, SealedOrder, StageOrder
 from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestMirror, StepOrder
-from sgl_pipeline.wire.store_orders import (
-    LoadPages,
-    OfferPages,
-    SavePages,
-    UseStore,
-    WithdrawPages,
-)
+from sgl_pipeline.wire.store_orders import OfferOrder, StoreOrder, UseStore
 
 # How often a worker that has nothing else to do looks after a move.
 MOVE_POLL_S = 0.02
@@ -122,6 +118,7 @@ class FakeWorker:
         self._mover: LayerMover[FakeRows] | None = None
         self._stores, self._peers = stores, peers
         self._transfers: FakeTransfers | None = None
+        self._attention = FakeAttention(peers)
         # Orders; the first was opened, if it could not be obeyed at once.
         self._due: deque[SealedOrder | StageOrder | OwnOrder] = deque()
         self._rows: deque[Rows] = deque()
@@ -133,6 +130,13 @@ class FakeWorker:
     def held_layers(self) -> list[int]:
         """The layers that have pages here."""
         return sorted(self._layers.pages)
+
+    @property
+    def leases(self) -> FakeLeases | None:
+        """The pages that peers attend over; None while nobody answers them."""
+        if self._stopped is not None or self._transfers is None:
+            return None
+        return self._transfers.leases
 
     @property
     def offers(self) -> FakeOffers | None:
@@ -278,6 +282,7 @@ class FakeWorker:
         self._assignment = assignment
         stage, plan = assignment.stage, assignment.plan
         self._layers = FakeStage(self._page_size, plan.layers_of(stage))
+        self._layers.elsewhere = self._attention
         loop, load = self._loop, self._tempo.load
         self._site = FakeSite(self._layers, stage, plan, loop, self._rng, load)
         links = self._page_links.of_stage(stage, lambda: self._do(self._work))
@@ -338,8 +343,10 @@ class FakeWorker:
                 self._mover.obey(order)
             elif isinstance(order, OwnOrder):
                 self._mover.obey(order)
-            elif isinstance(order, UseStore | SavePages | LoadPages | OfferPages | WithdrawPages):
+            elif isinstance(order, StoreOrder | OfferOrder | LeaseOrder):
                 self._transfers.obey(order)
+                if isinstance(order, UseStore) and order.peers:
+                    self._attention.use(order.peers)
             else:
                 assert isinstance(order, MirrorSnapshot)
                 self._mirror.restore(order)
@@ -389,7 +396,9 @@ class FakeWorker:
         stages, chunks = self._parts.popleft()
         pages = {page for chunk in chunks for page in chunk.request.pages}
         assert max(pages) < self._num_pages, "a page that the stage does not have"
-        self._transfers.check_step(pages, written_pages(chunks, self._page_size))
+        scratch = [one.request.pages[0] for one in chunks if one.request.lease is not None]
+        written = written_pages(chunks, self._page_size)
+        self._transfers.check_step(pages, [*written, *scratch])
         rows = None
         stage = self._own_assignment.stage
         if stage > 0 and (stages is None or stage in stages):
@@ -400,9 +409,24 @@ class FakeWorker:
             step_s += self._tempo.stall_s
         started_s = self._loop.now_s
         if stages is None:
-            self._after(step_s, lambda: self._finish(plan, chunks, rows, started_s))
+            self._after(step_s, lambda: self._attend(plan, chunks, rows, started_s))
         else:
             self._after(step_s, lambda: self._finish_replay(plan, stages, chunks, rows))
+
+    def _attend(
+        self,
+        plan: StepOrder,
+        chunks: list[MirroredChunk],
+        rows: Sequence[int] | None,
+        started_s: float,
+    ) -> None:
+        """Waits for stages of peers that do not answer, before the end of the step."""
+        assert self._site is not None
+        wait_s = self._attention.wait_s(chunks, self._site.layers_of(plan.epoch))
+        if wait_s:
+            self._after(wait_s, lambda: self._finish(plan, chunks, rows, started_s))
+        else:
+            self._finish(plan, chunks, rows, started_s)
 
     def _finish_replay(
         self,
@@ -436,7 +460,9 @@ class FakeWorker:
     ) -> None:
         self._is_busy = False
         assert self._site is not None and self._mover is not None
-        outgoing = self._layers.run(chunks, rows, self._site.layers_of(plan.epoch))
+        layers = self._site.layers_of(plan.epoch)
+        self._attention.begin()
+        outgoing = self._layers.run(chunks, rows, layers)
         self._mover.wrote(written_pages(chunks, self._page_size))
         tokens: tuple[int, ...] | None = None
         logprobs: tuple[LogprobRows, ...] = ()
@@ -449,6 +475,7 @@ class FakeWorker:
             tokens = tuple(self._layers.draw(chunks))
             logprobs = tuple(self._layers.logprobs(chunks))
         now_s = self._loop.now_s
+        offloaded, lost = self._attention.work(chunks, len(layers), now_s - started_s)
         self._report(
             StageReport(
                 stage=self._own_assignment.stage,
@@ -457,6 +484,8 @@ class FakeWorker:
                 timing=StageTiming(*[started_s] * 4, *[now_s] * 3),
                 token_ids=tokens,
                 logprobs=logprobs,
+                lost_leases=lost,
+                offloaded=offloaded,
             )
         )
         self._work()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from random import Random
 
 from fault_schedules.fake_front import FakeFront
+from fault_schedules.lease_checks import check_leases, check_leases_end
 from fault_schedules.room_streams import RoomStreams
 from fault_schedules.transfer_checks import check_transfers
 from fault_schedules.virtual_time import EventLoop
@@ -111,8 +112,7 @@ class RoomDriver:
     @property
     def has_news(self) -> bool:
         """True if the scheduler has something for `serve`, which nothing else will wake."""
-        tier = self._tier
-        return bool(tier.ended_rooms or tier.arrivals.ended or tier.held.offered or tier.held.lost)
+        return self.rooms.has_news
 
     def close(self) -> None:
         """The server has died."""
@@ -137,6 +137,7 @@ class RoomDriver:
         """Asserts that pages are kept from others as long as peers may write or read them, and that
         no request is counted as expected that is not."""
         check_transfers(self._scheduler)
+        check_leases(self._scheduler, self.rooms)
         arrivals = self._tier.arrivals
         assert arrivals.promised_output_tokens == sum(arrivals._promised.values())
         for request in (*arrivals._held, *arrivals._promised):
@@ -157,6 +158,7 @@ class RoomDriver:
         assert held.num_rooms == held.num_pages == 0, "pages are still held"
         assert not held._withdrawn and not held._to_offer, "an offer was never withdrawn"
         assert not held.offered and not held.lost
+        check_leases_end(self._scheduler, rooms)
         tier.arrivals.check_end()
         assert tier.loads.promised_pages == 0, "pages are still promised"
         if isinstance(rooms, PrefillRooms):

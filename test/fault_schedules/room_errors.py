@@ -9,6 +9,7 @@ from sgl_pipeline.requests import FinishReason
 SERVER_DIED = FinishReason("abort", message="the server died", status_code=500)
 REFUSED = FinishReason("abort", message="connection refused", status_code=503)
 _SERVER = r"the prefill server failed: "
+REJECTED = rf"{_SERVER}digest \S+ of the decode server \S+ is not \S+, that of the prefill server"
 # By patterns of their words; None: any status. First those of a request itself.
 OWN_STATUSES = {
     r"the client has left": 500,
@@ -25,6 +26,7 @@ STATUSES: dict[str, int | None] = {
     rf"{_SERVER}p:\d is (gone: it broke|silent)$": 503,
     rf"{_SERVER}p:\d: (it broke|connection refused|no answer|gone)$": 503,
     rf"{_SERVER}no host: cannot be dialed$": 503,
+    REJECTED: 500,
     rf"{_SERVER}it has not said who it is$": 500,
     r"a stage of the prefill server was lost with the prompt's pages$": 503,
     r"the prefill server \S+( \S+)? was not ready for \S+ s$": 503,

@@ -5,6 +5,7 @@ from random import Random
 import msgspec
 
 from sgl_pipeline.records.stage_timing import StageTiming
+from sgl_pipeline.wire.lease_orders import PagesLent
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.store_orders import PagesLoaded, StoreReport
 
@@ -43,3 +44,10 @@ def spoiled_store_report(report: StoreReport, rng: Random, chance: float) -> lis
         ]
     other = rng.choice(others)
     return [report, other] if other == report else [other]
+
+
+def spoiled_lease_report(report: PagesLent, rng: Random, chance: float) -> list[PagesLent]:
+    """As `spoiled`."""
+    if rng.random() >= chance:
+        return [report]
+    return [report, msgspec.structs.replace(report, stage=rng.choice((report.stage, 1_000)))]

@@ -1,6 +1,6 @@
 """A thousand random schedules hold, replay bit for bit, and find what is broken on purpose."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -8,11 +8,13 @@ from fault_schedules.__main__ import main
 from fault_schedules.fake_log import FakeLog
 from fault_schedules.fake_moves import FakeSite
 from fault_schedules.world import run_seed
+from support.mutations import Mutation, require_found
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.migration.coordinator import MoveCoordinator
 from sgl_pipeline.pipeline.open_step import OpenStep
+from sgl_pipeline.pipeline.open_steps import OpenSteps
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
@@ -37,8 +39,6 @@ from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
 NUM_SEEDS = 1_000
 # Every mutation below is found much sooner.
 MOST_SEEDS = 200
-
-Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 @pytest.mark.slow
@@ -383,13 +383,13 @@ def a_killed_leaver_takes_no_pages_with_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_report_of_an_open_step_is_booked(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: PipelineCore, report: StageReport) -> OpenStep:
-        for step in self.open_steps:
+    def mutated(self: OpenSteps, report: StageReport, num_stages: int) -> OpenStep:
+        for step in self:
             if step.microbatch.step_id == report.step_id:
                 return step
         raise ProtocolError("no such step")
 
-    patch.setattr(PipelineCore, "_expected_step", mutated)
+    patch.setattr(OpenSteps, "_expected", mutated)
 
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -445,10 +445,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 def test_what_is_broken_on_purpose_is_found(
     mutation: Mutation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutation(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017 - whatever notices it
-        for seed in range(MOST_SEEDS):
-            run_seed(seed)
+    require_found(mutation, monkeypatch, run_seed, range(MOST_SEEDS))
 
 
 def test_the_command_prints_a_seed_that_fails(

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Set
 from itertools import islice
 
 import pytest
-from fault_schedules.test_fault_schedules import Mutation
 from fault_schedules.world import has_tier, run_seed
+from support.mutations import Mutation, require_found
 
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
@@ -294,7 +294,4 @@ MUTATIONS: tuple[Mutation, ...] = (
 def test_what_is_broken_on_purpose_is_found(
     mutation: Mutation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutation(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017 - whatever notices it
-        for seed in seeds_with_tiers(MOST_SEEDS):
-            run_seed(seed)
+    require_found(mutation, monkeypatch, run_seed, seeds_with_tiers(MOST_SEEDS))

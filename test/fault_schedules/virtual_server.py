@@ -16,7 +16,11 @@ from fault_schedules.fake_worker import FakeWorker
 from fault_schedules.outcome import Outcome, outcome_of
 from fault_schedules.outsiders import Outsiders
 from fault_schedules.room_driver import RoomDriver
-from fault_schedules.spoiled_reports import spoiled, spoiled_store_report
+from fault_schedules.spoiled_reports import (
+    spoiled,
+    spoiled_lease_report,
+    spoiled_store_report,
+)
 from fault_schedules.tier_driver import TierDriver
 from fault_schedules.virtual_time import EventLoop
 from fault_schedules.worker_pool import PoolSizes, WorkerPool
@@ -34,6 +38,7 @@ from sgl_pipeline.records.move_record import MoveOutcome
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling import RecoveryLog
+from sgl_pipeline.wire.lease_orders import PagesLent
 from sgl_pipeline.wire.move_orders import MoveReport
 from sgl_pipeline.wire.stage_messages import FromWorker, StageReport
 from sgl_pipeline.wire.stage_orders import SealedOrder
@@ -218,6 +223,8 @@ class VirtualServer:
                 booked += self._take_report(self.core, number, message)
             elif isinstance(message, StoreReport):
                 self._take_store_report(self.core, number, message)
+            elif isinstance(message, PagesLent):
+                self._take_lease_report(self.core, number, message)
             elif isinstance(message, MoveReport):
                 self.core.migration.take(message, self.loop.now_s)
             else:
@@ -231,22 +238,19 @@ class VirtualServer:
         for one in spoiled(report, self._rng, self._spoil_chance):
             is_due = any(step.microbatch.step_id == report.step_id for step in core.open_steps)
             try:
-                step = core.take_report(one, self.loop.now_s)
+                steps = core.take_report(one, self.loop.now_s)
                 assert one is report or not is_due, "a spoiled report was booked"
             except ProtocolError as error:
                 if one is report:
                     raise
                 self._blame(number, error)
                 break
-            booked += [] if step is None else [step]
+            booked += steps
         return booked
 
     def _take_store_report(self, core: PipelineCore, number: int, report: StoreReport) -> None:
         """As `_take_report`."""
-        assert self.recovery is not None
-        if self._tier_rng.random() < self._hurt_chance:
-            hurt = partial(self.pool.hurt, self.recovery)
-            self.loop.after(self._tier_rng.random() * 0.3, hurt)
+        self._hurt_soon()
         first_transfer = core.scheduler.tier._first_transfer
         for one in spoiled_store_report(report, self._rng, self._spoil_chance):
             try:
@@ -257,6 +261,27 @@ class VirtualServer:
                     raise
                 self._blame(number, error)
                 break
+
+    def _take_lease_report(self, core: PipelineCore, number: int, report: PagesLent) -> None:
+        """As `_take_report`. One about a lease that is over means nothing, whatever it says."""
+        self._hurt_soon()
+        for one in spoiled_lease_report(report, self._tier_rng, self._spoil_chance):
+            is_lent = one.lease in core.scheduler.tier.lent._leases
+            try:
+                core.take_lease_report(one)
+                assert one is report or not is_lent, "a spoiled report was taken"
+            except ProtocolError as error:
+                if one is report:
+                    raise
+                self._blame(number, error)
+                break
+
+    def _hurt_soon(self) -> None:
+        """Now and then a worker is hurt behind what has just come."""
+        assert self.recovery is not None
+        if self._tier_rng.random() < self._hurt_chance:
+            hurt = partial(self.pool.hurt, self.recovery)
+            self.loop.after(self._tier_rng.random() * 0.3, hurt)
 
     def _blame(self, number: int, error: ProtocolError) -> None:
         """A report of the worker was refused: it is given up a little later."""

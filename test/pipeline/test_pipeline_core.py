@@ -49,8 +49,8 @@ def test_a_step_goes_out_as_an_order_and_comes_back_as_events_and_a_record() -> 
     assert step is not None and core.next_step(10.0) is None
     plan = OrderReader().open(step.order)
     assert isinstance(plan, StepOrder) and [chunk.length for chunk in plan.chunks] == [3]
-    assert core.take_report(report(0, 0), 10.5) is None
-    assert core.take_report(report(1, 0, (7,)), 11.0) is step
+    assert core.take_report(report(0, 0), 10.5) == []
+    assert core.take_report(report(1, 0, (7,)), 11.0) == [step]
     ((event, reason),) = [(event.token_ids, event.finish) for event in step.events]
     assert (event, reason) == ((7,), FinishReason("length"))
     step.schedule_ms, step.result_ms = 0.25, 0.5
@@ -68,7 +68,7 @@ def test_the_last_stage_may_be_heard_before_the_first() -> None:
     core = new_core()
     core.scheduler.add(make_request("a", [1, 2, 3], 2))
     core.next_step(0.0)
-    assert core.take_report(report(1, 0, (7,)), 1.0) is not None
+    assert core.take_report(report(1, 0, (7,)), 1.0)
     # The tokens are there, so the next step goes out; the record waits for the first stage.
     assert core.next_step(1.0) is not None
     assert core.take_events() == []
@@ -98,7 +98,7 @@ def test_what_no_stage_could_report_is_a_protocol_error(wrong: StageReport, mess
         core.take_report(wrong, 1.0)
     # Nothing of it was booked: the right one still is.
     core.take_report(report(0, 0), 1.0)
-    assert core.take_report(report(1, 0, (7,)), 1.0) is not None
+    assert core.take_report(report(1, 0, (7,)), 1.0)
 
 
 def test_a_report_that_skips_a_step_is_a_protocol_error() -> None:
@@ -250,13 +250,13 @@ def test_a_report_of_a_step_that_was_taken_back_means_nothing() -> None:
     core.scheduler.add(make_request("a", [1, 2, 3], 3))
     core.next_step(0.0)
     core.halt([0], "stage 0 was killed", 1.0)
-    assert core.take_report(report(1, 0, (7,)), 1.5) is None
+    assert core.take_report(report(1, 0, (7,)), 1.5) == []
     core.start_over(1)
     step = core.next_step(2.0)
     assert step is not None and step.microbatch.step_id == 1
-    assert core.take_report(report(1, 0, (7,)), 2.5) is None
-    assert core.take_report(report(0, 0), 2.5) is None
-    assert core.take_report(report(1, 1, (8,)), 3.0) is step
+    assert core.take_report(report(1, 0, (7,)), 2.5) == []
+    assert core.take_report(report(0, 0), 2.5) == []
+    assert core.take_report(report(1, 1, (8,)), 3.0) == [step]
     assert [event.token_ids for event in step.events] == [(8,)]
     with pytest.raises(ProtocolError, match="before or was never sent"):
         core.take_report(report(1, 2, (8,)), 3.0)

@@ -179,8 +179,8 @@ class LocalPipeline:
         """Books the oldest step in flight."""
         events: list[TokenEvent] = []
         for report in self._in_flight.popleft():
-            step = self.core.take_report(report, 0.0)
-            events += step.events if step is not None else []
+            for step in self.core.take_report(report, 0.0):
+                events += step.events
         self.core.take_events()
         self.scheduler.check_invariants()
         return events

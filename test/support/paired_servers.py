@@ -40,6 +40,7 @@ from sgl_pipeline.wire.lease_orders import EndLease, LendPages, PagesLent
 from sgl_pipeline.wire.stage_messages import StageReport
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, StepOrder
 from sgl_pipeline.wire.store_orders import (
+    EndLoad,
     LoadPages,
     OfferPages,
     PagesLoaded,
@@ -78,7 +79,7 @@ class RoomStage(StoredStage):
         self.offers.clear()
         self.leases.clear()
 
-    def next_order(self) -> StageReport | PagesLent | None:  # type: ignore[override]
+    def next_order(self) -> StageReport | PagesLent | StoreReport | None:  # type: ignore[override]
         order = self._reader.open(self.inbox.popleft())
         if isinstance(order, UseStore):
             self.transfers.clear()
@@ -86,6 +87,10 @@ class RoomStage(StoredStage):
             self.leases.clear()
             self._peers = {peer.name: peer for peer in order.peers}
             self._lenders = self._peers or self._lenders
+        elif isinstance(order, EndLoad):
+            ended = [one.transfer for one in self.transfers]
+            if order.transfer in ended:
+                return self.end_transfer(ended.index(order.transfer), can_write=False)
         elif isinstance(order, LendPages):
             assert order.lease not in self.leases, "a lease was made twice"
             self.leases[order.lease] = ([*array(INT32, order.pages)], order.first_own)
@@ -227,8 +232,10 @@ class RoomServer(StoredPipeline):
             report = self.stages[stage].next_order()
             if isinstance(report, PagesLent):
                 self.core.take_lease_report(report)
-            elif report is not None:
+            elif isinstance(report, StageReport):
                 self.core.take_report(report, self.now_s)
+            elif report is not None:
+                self.core.take_store_report(report)
 
     def _build(self) -> None:
         self.stages = [self._new_stage(one) for one in range(self.core.plan.num_stages)]

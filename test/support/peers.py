@@ -190,22 +190,14 @@ def two_hosts(path: Path, other_secret: bytes = SECRET) -> Iterator[Hosts]:
         yield Hosts(address, directory, other)
 
 
-class FakePeer:
-    """The stage of a peer, with all layers, that does as `behave` says with each stream and the
-    first request that it brings."""
+class FakePeerStage:
+    """The stage of a peer behind the door `fake`: a thread gives each stream that comes to
+    `_serve`, one after the other, which ends with the stream or when the test is over."""
 
-    def __init__(
-        self, hosts: Hosts, num_layers: int, behave: Callable[[FramedStream, ReadPages], None]
-    ) -> None:
-        self._behave, self._directory = behave, hosts.directory
+    def __init__(self, hosts: Hosts) -> None:
+        self._directory = hosts.directory
         self._door = Door(hosts.directory, "fake")
-        self.place = PeerPlace(
-            name="P",
-            digest=DIGEST,
-            stages=(PeerStage(f"{hosts.address}/fake", (0, num_layers)),),
-        )
-        self.num_streams = 0
-        self._streams: list[FramedStream] = []
+        self.streams: list[FramedStream] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -214,7 +206,7 @@ class FakePeer:
         self._is_over.set()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-        for stream in self._streams:
+        for stream in self.streams:
             stream.close()
         self._door.close()
 
@@ -223,12 +215,32 @@ class FakePeer:
             if (accepted := self._door.accept()) is None:
                 continue
             secure = SecureStream(accepted[0], self._directory, is_server=True)
-            stream = FramedStream(secure)
-            self._streams.append(stream)
-            self.num_streams += 1
+            self.streams.append(FramedStream(secure))
             with suppress(StreamClosed):
-                request = next_frame(stream, self._is_over)
-                self._behave(stream, msgspec.msgpack.decode(request, type=ReadPages))
+                self._serve(self.streams[-1])
+
+    def _serve(self, stream: FramedStream) -> None:
+        raise NotImplementedError
+
+
+class FakePeer(FakePeerStage):
+    """Has all layers, and does as `behave` says with each stream and the first request that it
+    brings."""
+
+    def __init__(
+        self, hosts: Hosts, num_layers: int, behave: Callable[[FramedStream, ReadPages], None]
+    ) -> None:
+        self._behave = behave
+        self.place = PeerPlace(
+            name="P",
+            digest=DIGEST,
+            stages=(PeerStage(f"{hosts.address}/fake", (0, num_layers)),),
+        )
+        super().__init__(hosts)
+
+    def _serve(self, stream: FramedStream) -> None:
+        request = next_frame(stream, self._is_over)
+        self._behave(stream, msgspec.msgpack.decode(request, type=ReadPages))
 
 
 def next_frame(stream: FramedStream, is_over: threading.Event | None = None) -> bytes:

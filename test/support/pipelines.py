@@ -144,15 +144,14 @@ class FakePipeline:
             token_ids=tuple(late_tokens),
             logprobs=tuple(self._late.logprobs(chunks)),
         )
-        step = self.core.take_report(report, self.now_s)
-        assert step is not None
+        (step,) = self.core.take_report(report, self.now_s)
         self.core.take_events()
         return step.events
 
     def take_back_steps(self) -> None:
         """Drops all steps in flight; the stages keep what they were told and have computed."""
         self._in_flight.clear()
-        self.core._open.clear()
+        self.core.open_steps.take_back()
         self.scheduler.forget_in_flight()
 
     def lose_stages(self) -> None:

@@ -34,6 +34,10 @@ class PageSource(Protocol):
     def interrupt(self) -> None:
         """Ends a read under way soon, with any error; called by another thread."""
 
+    def end_read(self, transfer: int) -> None:
+        """Ends the read of this transfer soon, if it is under way, with a StoreError that is no
+        PeerLost; called by another thread."""
+
     def close(self) -> None: ...
 
 
@@ -68,6 +72,9 @@ class StoredPages:
 
     def interrupt(self) -> None:
         """Nothing: a store ends each read by itself."""
+
+    def end_read(self, transfer: int) -> None:
+        """As `interrupt`."""
 
     def close(self) -> None:
         """Nothing: the store outlives the session."""

@@ -34,6 +34,7 @@ from sgl_pipeline.pp_runner.page_store.transfer_jobs import (
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.lease_orders import LeaseOrder, PagesLent
 from sgl_pipeline.wire.store_orders import (
+    EndLoad,
     OfferOrder,
     PagesLoaded,
     StoreOrder,
@@ -121,7 +122,7 @@ class PageTransfers:
         self._start_held()
 
     def obey(self, order: StoreOrder) -> None:
-        """Begins a transfer, or uses another store and other peers.
+        """Begins a transfer or ends one, or uses another store and other peers.
 
         Raises ProtocolError for a transfer that has no source, or is not one of this pool, and for
         peers that their names do not tell apart.
@@ -132,6 +133,9 @@ class PageTransfers:
             self.cancel()
             self._use = order
             self._begin_sessions()
+            return
+        if isinstance(order, EndLoad):
+            self._end_load(order.transfer)
             return
         job = page_transfer(order, self._kv_pool.num_pages, self._plan().num_layers)
         if job.source not in self._sessions:
@@ -176,6 +180,17 @@ class PageTransfers:
         for session in sessions:
             session.join(JOIN_TIMEOUT_S)
         os.close(self._news)
+
+    def _end_load(self, transfer: int) -> None:
+        job = self._unanswered.get(transfer)
+        if job is None:
+            return  # its report has gone out
+        session, reason = self._sessions[job.source], "the load was ended"
+        if job in self._held:
+            self._held.remove(job)
+            self._take_done(session.refusal(job, reason))
+        else:
+            session.end_load(job, reason)
 
     def _own_pages(self) -> tuple[range, PoolPages]:
         """The layers of the stage, and their pages."""
@@ -228,7 +243,7 @@ class PageTransfers:
             self._leases.begin()
 
     def _take_done(self, report: StoreReport) -> None:
-        """Called by the threads of a session that is not over."""
+        """Called by any thread, of a session that is not over."""
         self._done.append(report)
         os.eventfd_write(self._news, 1)
 

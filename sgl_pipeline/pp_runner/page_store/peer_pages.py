@@ -59,11 +59,14 @@ class PeerPages:
         self._sizes, self._run_directory = sizes, run_directory
         self._streams: dict[str, FramedStream] = {}  # by address
         self._is_interrupted = False
+        self._transfer: int | None = None  # that is read now
+        self._ended_transfer: int | None = None
 
     def read(self, job: PageTransfer, buffer: Callable[[], Bytes]) -> Iterator[LoadedLayers]:
         """See `PageSource`."""
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
+            self._transfer = job.transfer
             runs = self._runs()
             for address, layers in runs:
                 self._ask(address, job, layers)
@@ -78,6 +81,10 @@ class PeerPages:
     def interrupt(self) -> None:
         """See `PageSource`."""
         self._is_interrupted = True
+
+    def end_read(self, transfer: int) -> None:
+        """See `PageSource`."""
+        self._ended_transfer = transfer
 
     def close(self) -> None:
         """Ends the streams; the next load dials again."""
@@ -129,8 +136,9 @@ class PeerPages:
             try:
                 return dial(host, door, self._run_directory, DIAL_TIMEOUT_S)
             except DoorClosed as error:
-                if self._is_interrupted or time.monotonic() > limit_s:
+                if time.monotonic() > limit_s:
                     raise self._lost(address, str(error)) from error
+                self._check_wanted(address)
             except DialError as error:
                 raise self._lost(address, str(error)) from error
             time.sleep(REDIAL_S)
@@ -165,6 +173,7 @@ class PeerPages:
         """Raises StoreError where another message comes, and PeerLost where none does."""
         limit_s = time.monotonic() + FRAME_LIMIT_S
         while True:
+            self._check_wanted(address)
             with self._lost_if_closed(address):
                 payload = self._receive(address, limit_s)
             try:
@@ -184,14 +193,20 @@ class PeerPages:
             stream.flush()
             if stream.wait(_INTERRUPT_S):
                 heard_s = time.monotonic()
-            if self._is_interrupted:
-                raise self._lost(address, "the load was ended")
+            self._check_wanted(address)
             now_s = time.monotonic()
             if now_s - heard_s > SILENCE_S:
                 raise self._lost(address, f"it does not answer: nothing came for {SILENCE_S:g} s")
             if now_s > limit_s:
                 raise self._lost(address, f"no page came within {FRAME_LIMIT_S:g} s")
         return payload
+
+    def _check_wanted(self, address: str) -> None:
+        """Raises PeerLost where the session is over, StoreError where only this load is."""
+        if self._is_interrupted:
+            raise self._lost(address, "the session has ended")
+        if self._ended_transfer == self._transfer:
+            raise self._wrong(address, "the load was ended")
 
     @contextlib.contextmanager
     def _lost_if_closed(self, address: str) -> Iterator[None]:

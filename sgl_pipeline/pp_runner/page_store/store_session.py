@@ -34,7 +34,7 @@ class StoreSession:
         pages: those of `layers`.
         source: of the loads; the session closes it.
         store: for saves, into objects of `digest` (`StorePlace`); None: a peer takes none.
-        done: takes each report, in the thread of its transfer; never after `end`.
+        done: takes each report, mostly in the thread of its transfer; never after `end`.
     """
 
     def __init__(
@@ -88,6 +88,15 @@ class StoreSession:
             self._pages.let_steps_follow()
             self._news.notify_all()
         self._source.interrupt()
+
+    def end_load(self, job: PageTransfer, reason: str) -> None:
+        """Reads no more of a load; its report follows, unless it is over already."""
+        with self._news:
+            if self._jobs.drop_load(job):
+                del self._steps[job.transfer]
+                self._done(self.refusal(job, reason))
+                return
+        self._source.end_read(job.transfer)
 
     def join(self, timeout_s: float) -> None:
         """Returns when the threads of a session that has ended are gone, or after twice

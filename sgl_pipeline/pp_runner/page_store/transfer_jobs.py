@@ -120,6 +120,13 @@ class TransferJobs:
         self._loads.clear()
         return loads
 
+    def drop_load(self, job: PageTransfer) -> bool:
+        """Removes a load; False if it has begun."""
+        if job not in self._loads:
+            return False
+        self._loads.remove(job)
+        return True
+
     def next_load(self) -> PageTransfer | None:
         """The next load, which is under way from here on."""
         if not self._loads:

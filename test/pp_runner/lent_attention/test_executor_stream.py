@@ -12,11 +12,11 @@ import torch
 from support.clusters import SECRET, until
 from support.lent_pages import plan_of, random_rows
 from support.page_transfers import shapes_of
-from support.peers import Hosts, next_frame, two_hosts
+from support.peers import FakePeerStage, Hosts, next_frame, two_hosts
 
 from sgl_pipeline.cluster.doors import Door
 from sgl_pipeline.cluster.framed_stream import FramedStream
-from sgl_pipeline.cluster.secure_stream import SecureStream, StreamClosed
+from sgl_pipeline.cluster.secure_stream import StreamClosed
 from sgl_pipeline.errors import PeerLost
 from sgl_pipeline.pp_runner.lent_attention import executor_stream
 from sgl_pipeline.pp_runner.lent_attention.executor_stream import ExecutorStream
@@ -30,34 +30,13 @@ def answer(layer: int = 1, output: bytes = OUTPUT) -> bytes:
     return encode(AttendedRows(layer, memoryview(output), 0.25))
 
 
-class FakeExecutor:
-    """Answers the frames behind each plan with what `answers` gives; None: never."""
+class FakeExecutor(FakePeerStage):
+    """Answers the frames behind each plan with what `next_answer` gives; None: never."""
 
     def __init__(self, hosts: Hosts, next_answer: Callable[[], bytes | None]) -> None:
-        self._directory, self._next_answer = hosts.directory, next_answer
-        self._door = Door(hosts.directory, "fake")
-        self.streams: list[FramedStream] = []
+        self._next_answer = next_answer
         self.frames: list[bytes] = []
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_over.set()
-        self._thread.join(20.0)
-        assert not self._thread.is_alive()
-        for stream in self.streams:
-            stream.close()
-        self._door.close()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(0.002):
-            if (accepted := self._door.accept()) is None:
-                continue
-            secure = SecureStream(accepted[0], self._directory, is_server=True)
-            self.streams.append(FramedStream(secure))
-            with suppress(StreamClosed):
-                self._serve(self.streams[-1])
+        super().__init__(hosts)
 
     def _serve(self, stream: FramedStream) -> None:
         while True:

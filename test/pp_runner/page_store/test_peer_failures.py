@@ -21,7 +21,7 @@ from sgl_pipeline.cluster.doors import Door, join_address
 from sgl_pipeline.cluster.framed_stream import FramedStream
 from sgl_pipeline.pp_runner.page_store import peer_pages
 from sgl_pipeline.wire.peer_messages import PageFrame, ReadPages
-from sgl_pipeline.wire.store_orders import PeerPlace, PeerStage
+from sgl_pipeline.wire.store_orders import EndLoad, PeerPlace, PeerStage
 
 PAGES, NUMBERS, TARGETS = [5, 0, 7], [11, 12, 13], [2, 6, 3]
 SHAPES = shapes_of(torch.bfloat16)
@@ -95,7 +95,7 @@ def test_an_answer_that_is_wrong_ends_a_load_behind_the_good_prefix(
         assert (report.num_pages, report.is_broken) == (1, False)
         assert f"peer P at {peer.place.stages[0].address}: " in report.message
         assert re.search(reason, report.message), report.message
-        assert peer.num_streams == turn + 1
+        assert len(peer.streams) == turn + 1
     assert [reading.content(layer, TARGETS[1]) for layer in range(3)] == untouched
     assert [set(reading.content(layer, TARGETS[0])) for layer in range(3)] == [{1}] * 3
     reading.close()
@@ -244,7 +244,7 @@ def test_a_peer_that_hangs_holds_up_no_load_of_another(
     reading = Reading(hosts.other, SHAPES, WHOLE, hung.place, offering.place)
     offering.offer(4, PAGES, NUMBERS)
     reading.begin(4, TARGETS, NUMBERS)
-    until(lambda: hung.num_streams == 1)
+    until(lambda: len(hung.streams) == 1)
     assert reading.load(4, [1], NUMBERS[:1], "good")[0].message == ""
     for server in (reading, offering, hung):
         server.close()
@@ -278,4 +278,33 @@ def test_an_interrupt_ends_a_load_that_hangs_and_no_page_changes_after_it(
     if way != "close":
         assert stage.take_reports() == []
         reading.close()
+    peer.close()
+
+
+def test_a_load_that_hangs_is_ended_alone(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_pages, "SILENCE_S", 10.0**6)
+
+    def behave(stream: FramedStream, request: ReadPages) -> None:
+        stream.send(frame(0))
+        if len(peer.streams) == 1:
+            return  # and sends no more
+        stream.send(frame(1))
+
+    peer = FakePeer(hosts, 3, behave)
+    reading = Reading(hosts.other, SHAPES, WHOLE, peer.place)
+    (stage,) = reading.stages
+    reading.begin(4, TARGETS, NUMBERS)
+    until(lambda: set(reading.content(2, TARGETS[0])) == {1})
+    reading.begin(5, [0, 1], NUMBERS[:2])
+    reading.begin(6, [4, 5], NUMBERS[:2])
+    assert stage.take_reports() == []
+    stage.obey(EndLoad(3))  # it has not begun
+    stage.obey(EndLoad(1))
+    queued, hung, whole = reading.reports(3)
+    assert [one.transfer for one in (queued, hung, whole)] == [3, 1, 2]
+    assert (queued.num_pages, hung.num_pages, whole.num_pages) == (0, 1, 2)
+    assert queued.message and "the load was ended" in hung.message and not whole.message
+    stage.obey(EndLoad(2))  # it is over
+    assert stage.take_reports() == [] and not stage.is_open
+    reading.close()
     peer.close()

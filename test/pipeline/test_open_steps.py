@@ -1,5 +1,6 @@
 """A step with leases is booked when all stages have reported it, and later ones behind it."""
 
+import msgspec
 import pytest
 from support.pipelines import make_request, new_scheduler
 from support.step_records import timing
@@ -8,7 +9,15 @@ from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.trace import StepRecord
-from sgl_pipeline.requests import Lease, LogprobRows, LogprobSpec, Request, RequestState, Room
+from sgl_pipeline.requests import (
+    FinishReason,
+    Lease,
+    LogprobRows,
+    LogprobSpec,
+    Request,
+    RequestState,
+    Room,
+)
 from sgl_pipeline.scheduling import RecoveryLog
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.lease_orders import OffloadedWork
@@ -73,9 +82,9 @@ def test_tokens_wait_for_the_reports_of_all_stages(order: tuple[int, int]) -> No
     there = add_leased(core)
     step = core.next_step(0.0)
     reports = {0: report(0, 0), 1: report(1, 0, (7,))}
-    assert core.take_report(reports[order[0]], 1.0) is None
+    assert core.take_report(reports[order[0]], 1.0) == []
     assert there.output_ids == []
-    assert core.take_report(reports[order[1]], 2.0) is step
+    assert core.take_report(reports[order[1]], 2.0) == [step]
     assert there.output_ids == [7] and step is not None and step.finished_s == 2.0
     (record,) = core.take_events()
     assert isinstance(record, StepRecord) and record.leased_rows == 3
@@ -114,6 +123,18 @@ def test_what_was_drawn_from_a_lost_lease_is_dropped(order: tuple[int, int], los
     assert (again.microbatch.chunks[-1].request, again.microbatch.chunks[-1].length) == (there, 11)
 
 
+def test_what_a_lost_lease_gives_to_a_request_that_has_ended_is_dropped() -> None:
+    core = new_core()
+    there = add_leased(core, logprobs=True)
+    core.next_step(0.0)
+    core.scheduler.abort("there", FinishReason("abort"))
+    core.take_report(report(0, 0, lost=True), 1.0)
+    rows = LogprobRows(1, b"\0" * 4)
+    last = msgspec.structs.replace(report(1, 0, (7,)), logprobs=(rows,))
+    assert len(core.take_report(last, 1.0)) == 1
+    assert there.output_ids == [] and there.num_logprob_rows == 0
+
+
 def test_a_later_step_waits_behind_it() -> None:
     core = new_core()
     there = add_leased(core)
@@ -122,11 +143,10 @@ def test_a_later_step_waits_behind_it() -> None:
     core.scheduler.add(here)
     second = core.next_step(0.0)
     assert first is not None and second is not None and second.leased_rows == 0
-    assert core.take_report(report(1, 0, (7,)), 1.0) is None
-    assert core.take_report(report(1, 1, (8,)), 1.5) is None
+    assert core.take_report(report(1, 0, (7,)), 1.0) == []
+    assert core.take_report(report(1, 1, (8,)), 1.5) == []
     assert core.take_events() == [] and here.output_ids == []
-    assert core.take_report(report(0, 0), 2.0) is first
-    assert core.take_booked_behind() == [second] and core.take_booked_behind() == []
+    assert core.take_report(report(0, 0), 2.0) == [first, second]
     assert (there.output_ids, here.output_ids) == ([7], [8])
     core.take_report(report(0, 1), 3.0)
     assert [one.step_id for one in core.take_events() if isinstance(one, StepRecord)] == [0, 1]
@@ -144,8 +164,7 @@ def test_a_wrong_result_is_refused_when_it_comes() -> None:
     with pytest.raises(ProtocolError, match="drew 2 tokens, 1 are due"):
         core.take_report(report(1, 1, (7, 7)), 1.0)
     core.take_report(report(1, 1, (8,)), 1.0)
-    assert core.take_report(report(0, 0), 1.0) is not None
-    assert len(core.take_booked_behind()) == 1
+    assert len(core.take_report(report(0, 0), 1.0)) == 2
 
 
 def test_a_lost_stage_takes_back_results_that_wait() -> None:
@@ -156,11 +175,11 @@ def test_a_lost_stage_takes_back_results_that_wait() -> None:
     core.halt([0], "lost", 2.0)
     assert there.output_ids == [] and there.lease is None and there.num_retractions == 1
     core.start_over(1)
-    assert core.take_report(report(0, 0), 2.0) is None
+    assert core.take_report(report(0, 0), 2.0) == []
     step = core.next_step(2.0)
     assert step is not None
-    assert core.take_report(report(0, 1), 3.0) is None
-    assert core.take_report(report(1, 1, (5,)), 3.0) is step
+    assert core.take_report(report(0, 1), 3.0) == []
+    assert core.take_report(report(1, 1, (5,)), 3.0) == [step]
     assert there.output_ids == [5]
 
 
