@@ -1,24 +1,20 @@
-// Products of rows with a weight of 4 bits, MXFP4 or FP8 (e4m3), which becomes bf16 in the L1 cache,
-// some tiles at a time, and is multiplied by AVX-512's bf16 instruction.
+// Products of rows with a weight of 4 bits or of FP8 (e4m3), which becomes bf16 in the L1 cache, some
+// tiles at a time, and is multiplied by AVX-512's bf16 instruction.
 //
-// Called from compiled_quantized.py through ctypes; knows nothing of torch. All of these numbers are
-// exact in bf16, those of MXFP4 with their scale, a power of two. Sums over a group of inputs are
-// fp32, then scaled and added up, the groups in ascending order. Rows of an FP8 product are rounded to
-// e4m3 too, with a scale for each group.
+// Called from compiled_quantized.py through ctypes; knows nothing of torch. Both kinds of numbers are
+// exact in bf16. Sums over a group of inputs are fp32, then scaled and added up, the groups in
+// ascending order. Rows of an FP8 product are rounded to e4m3 too, with a scale for each group.
 //
-// Packed, a weight of 4 bits or MXFP4 is [out / 16, in / 8, 16, 2] of 16 bits: the number of input
-// 8 i + 2 k + j has the bits 4 k of (i, o, j). One of FP8 is [out / 16, in / 2, 16, 2]. All are
-// padded, with zeros or with what their scale of 0 cancels.
+// Packed, a weight of 4 bits lies as expanded_tiles.h has it, one of FP8 is [out / 16, in / 2, 16, 2].
+// Both are padded, with what their scale of 0 cancels.
 
-#include "product_panels.h"
+#include "expanded_tiles.h"
 
 #if defined(__AVX512BF16__)
 
 namespace {
 
 constexpr int kTileInputs = 32;
-constexpr int kLines = kTile / kLine;
-constexpr int64_t kPrefetchAhead = 4096;  // bytes, in each block
 constexpr float kLargestFp8 = 448.0f;
 constexpr float kSmallestGroup = 0x1p-100f;  // the largest number of a group that is zeros to us
 
@@ -40,41 +36,8 @@ struct DenormalTable {
   }
 };
 
-// The bf16 of e2m1's sixteen numbers, twice.
-struct E2m1Table {
-  uint16_t bits[32];
-  E2m1Table() {
-    const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-    for (int code = 0; code < 32; ++code) {
-      const float number = magnitudes[code & 7];
-      bits[code] = bit_cast<uint32_t>(code & 8 ? -number : number) >> 16;
-    }
-  }
-};
-
 const IntegerTable kIntegers;
 const DenormalTable kDenormals;
-const E2m1Table kE2m1;
-
-// One byte for each of sixteen outputs, as two words for each.
-inline __m512i load_beside(const Byte* source) {
-  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));
-  return _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
-}
-
-// A tile of 256 bytes of 4-bit numbers: `number(words)` gives the bf16 of what lies in the low four
-// bits of each word; the others are noise.
-template <typename Number>
-inline void expand_quads(const Byte* source, Byte* target, Number number) {
-  for (int quad = 0; quad < kLines / 4; ++quad) {
-    __builtin_prefetch(source + kPrefetchAhead + quad * kLine);
-    const __m512i four = _mm512_loadu_si512(source + quad * kLine);
-    const __m512i shifted[4] = {four, _mm512_srli_epi16(four, 4), _mm512_srli_epi16(four, 8),
-                                _mm512_srli_epi16(four, 12)};
-    for (int k = 0; k < 4; ++k)
-      _mm512_store_si512(target + (4 * quad + k) * kLine, number(shifted[k]));
-  }
-}
 
 // Integers, less `zeros` [16].
 void expand_int4(const Byte* source, const Byte* zeros, Byte* target) {
@@ -82,17 +45,6 @@ void expand_int4(const Byte* source, const Byte* zeros, Byte* target) {
   const __m512i zero = load_beside(zeros);
   expand_quads(source, target, [&](__m512i words) {
     return _mm512_permutexvar_epi16(_mm512_sub_epi16(_mm512_and_si512(words, low), zero), table);
-  });
-}
-
-// e2m1 times 2 ** (exponents [16] - 127), whose sum of exponents a bf16 has.
-void expand_mxfp4(const Byte* source, const Byte* exponents, Byte* target) {
-  const __m512i table = _mm512_loadu_si512(kE2m1.bits), magnitude = _mm512_set1_epi16(7);
-  const __m512i added = _mm512_slli_epi16(
-      _mm512_sub_epi16(load_beside(exponents), _mm512_set1_epi16(127)), 7);
-  expand_quads(source, target, [&](__m512i words) {
-    const __m512i number = _mm512_permutexvar_epi16(words, table);  // by the five lowest bits
-    return _mm512_mask_add_epi16(number, _mm512_test_epi16_mask(words, magnitude), number, added);
   });
 }
 
@@ -185,19 +137,16 @@ void multiply_rows(const Byte* rows, const float* row_scales, const ExpandedPane
   }
 }
 
-// As in compiled_quantized.py.
-enum Format { kInt4, kFp8, kMxfp4 };
-
 struct ExpandedProduct {
   Product product;
-  Format format;
+  bool is_fp8;
   int64_t group_tiles;      // of inputs that share a scale; some neighbors may have the same
   int64_t row_group_tiles;  // of inputs of a row that share one
   const float* scales;      // [blocks, groups, 16]
-  const Byte* beside;       // zero points, the same; of MXFP4 exponents [blocks, tiles, 16]
+  const Byte* zeros;        // the same
 
   int64_t groups() const { return tiles_of(product.input_tiles(), group_tiles); }
-  int64_t scales_per_row() const { return format == kFp8 ? groups() : 0; }
+  int64_t scales_per_row() const { return is_fp8 ? groups() : 0; }
   void open() const {}
   void close() const {}
 
@@ -209,7 +158,7 @@ struct ExpandedProduct {
       for (int64_t start = 0; start < product.input_tiles(); start += row_group_tiles) {
         const int64_t end = std::min(start + row_group_tiles, product.input_tiles());
         float factor = 1.0f;
-        if (format == kFp8) {
+        if (is_fp8) {
           const int64_t input = start * kTileInputs;
           const int64_t count = std::min(end * kTileInputs, product.inputs) - input;
           const float largest = inside ? largest_magnitude(source + input, count) : 0.0f;
@@ -228,7 +177,7 @@ struct ExpandedProduct {
     const int64_t left = std::min<int64_t>(product.inputs - input, kTileInputs);
     const __m512i words =
         source == nullptr ? _mm512_setzero_si512() : load_words(source + input, left);
-    if (format != kFp8) return _mm512_store_si512(target, words);
+    if (!is_fp8) return _mm512_store_si512(target, words);
     BFloat16 numbers[kTileInputs];
     std::memcpy(numbers, &words, sizeof(numbers));
     for (int half = 0; half < kTileInputs; half += kWidth)
@@ -258,12 +207,10 @@ struct ExpandedProduct {
   void expand(int64_t block, int64_t first, int64_t tiles, Byte* target) const {
     for (int64_t tile = first; tile < first + tiles; ++tile, target += kTile) {
       const Byte* const source = product.block(block) + tile * product.tile_bytes;
-      if (format == kFp8)
+      if (is_fp8)
         expand_fp8(source, target);
-      else if (format == kMxfp4)
-        expand_mxfp4(source, beside + (block * product.input_tiles() + tile) * kBlock, target);
       else
-        expand_int4(source, beside + (block * groups() + tile / group_tiles) * kBlock, target);
+        expand_int4(source, zeros + (block * groups() + tile / group_tiles) * kBlock, target);
     }
   }
 
@@ -294,23 +241,23 @@ struct ExpandedProduct {
 
 }  // namespace
 
-extern "C" void sglp_expanded_product(int format, int64_t num_rows, int64_t inputs,
+extern "C" void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inputs,
                                       int64_t outputs, int gated, int64_t group_tiles,
                                       int64_t row_group_tiles, const void* rows,
-                                      const void* weight, const void* scales, const void* beside,
+                                      const void* weight, const void* scales, const void* zeros,
                                       const void* bias, void* out, int num_threads) {
   const Product product{num_rows,
                         inputs,
                         outputs,
                         gated != 0,
                         kTileInputs,
-                        format == kFp8 ? kTile / 2 : kTile / 4,
+                        is_fp8 ? kTile / 2 : kTile / 4,
                         static_cast<const BFloat16*>(rows),
                         weight,
                         static_cast<const BFloat16*>(bias),
                         static_cast<BFloat16*>(out)};
-  run_product(ExpandedProduct{product, static_cast<Format>(format), group_tiles, row_group_tiles,
-                              static_cast<const float*>(scales), static_cast<const Byte*>(beside)},
+  run_product(ExpandedProduct{product, is_fp8 != 0, group_tiles, row_group_tiles,
+                              static_cast<const float*>(scales), static_cast<const Byte*>(zeros)},
               num_threads);
 }
 

@@ -59,9 +59,12 @@ void sglp_int4_product(int64_t num_rows, int64_t inputs, int64_t outputs, int ga
                        int64_t group_steps, const void* rows, const void* weight,
                        const void* scales, const void* zeros, const void* SGLP_OR_NULL bias,
                        void* out, int num_threads);
-void sglp_expanded_product(int format, int64_t num_rows, int64_t inputs, int64_t outputs,
+void sglp_mxfp4_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
+                        const void* rows, const void* weight, const void* exponents,
+                        const void* SGLP_OR_NULL bias, void* out, int num_threads);
+void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inputs, int64_t outputs,
                            int gated, int64_t group_tiles, int64_t row_group_tiles,
                            const void* rows, const void* weight, const void* scales,
-                           const void* SGLP_OR_NULL beside, const void* SGLP_OR_NULL bias,
+                           const void* SGLP_OR_NULL zeros, const void* SGLP_OR_NULL bias,
                            void* out, int num_threads);
 }

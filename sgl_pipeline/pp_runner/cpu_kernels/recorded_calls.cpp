@@ -57,6 +57,7 @@ constexpr Kernel kKernels[] = {
     {"product", Recorded<sglp_product>::run},
     {"int8_product", Recorded<sglp_int8_product>::run},
     {"int4_product", Recorded<sglp_int4_product>::run},
+    {"mxfp4_product", Recorded<sglp_mxfp4_product>::run},
     {"expanded_product", Recorded<sglp_expanded_product>::run},
 };
 

@@ -13,6 +13,7 @@ from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
     CompiledInt4Linear,
     CompiledInt8Linear,
+    CompiledMxfp4Linear,
 )
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     GateClamp,
@@ -23,7 +24,12 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     Rotation,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
-from sgl_pipeline.pp_runner.weights.quantized_weights import Int4Weight, Int8Weight, Matrix
+from sgl_pipeline.pp_runner.weights.quantized_weights import (
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    Mxfp4Weight,
+)
 
 
 class CompiledKernels:
@@ -64,6 +70,8 @@ class CompiledKernels:
             return None
         if isinstance(weight, torch.Tensor):
             return CompiledLinear(kernels, weight, bias, is_gated=is_gated)
+        if isinstance(weight, Mxfp4Weight):
+            return CompiledMxfp4Linear(kernels, weight, bias, is_gated=is_gated)
         return CompiledExpandedLinear(kernels, weight, bias, is_gated=is_gated)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
