@@ -17,7 +17,7 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
     Matrix,
     Mxfp4Weight,
 )
-from sgl_pipeline.pp_runner.weights.schemes import Quantization
+from sgl_pipeline.pp_runner.weights.schemes import Layout, Quantization
 
 
 def read_stacked_matrices(
@@ -31,13 +31,19 @@ def read_stacked_matrices(
     Raises CheckpointError as `source` does, and for a tensor that does not fit.
     """
     scheme = quantization.scheme_of(module) if quantization is not None else None
-    if scheme is None or source.is_made_up:
+    layout = Layout.SIXTEEN_BITS if quantization is None else quantization.layout_of(module)
+    if scheme is None or source.is_made_up or layout is Layout.SIXTEEN_BITS:
         num_experts, outputs, inputs = shape
         stacked = source.read(module, (num_experts, inputs, outputs))
         for plain in stacked:
             matrix = plain.T.contiguous()
             yield matrix if scheme is None else round_matrix(source, module, matrix, scheme)
         return
+    if layout is not Layout.MXFP4:
+        raise CheckpointError(
+            f"{module}: experts in one tensor are read plain or in MXFP4, not in the layout "
+            f"{layout.name}"
+        )
     yield from _read_mxfp4(source, module, shape)
 
 
