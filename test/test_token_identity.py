@@ -111,7 +111,11 @@ def test_though_one_target_binds_steps_and_the_other_is_missed(num_stages, targe
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2-tied", "mixtral-sharded", "qwen2-moe", "qwen3-moe", "glm", "glm4", "chatglm"]
+    "name",
+    [
+        *("qwen2-tied", "mixtral-sharded", "qwen2-moe", "qwen3-moe", "glm", "glm4", "chatglm"),
+        "gpt-oss",
+    ],
 )
 @pytest.mark.parametrize("num_stages", SPLITS)
 @with_and_without_kernels

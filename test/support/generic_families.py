@@ -146,7 +146,7 @@ GENERIC_FAMILIES: dict[str, GenericFamily] = {
     ),
     "gpt-oss": GenericFamily(
         "gpt_oss",
-        "gpt-oss-20b, in 16 bits",
+        "gpt-oss-20b",
         {**_EXPERTS, "sliding_window": 8, "layer_types": WINDOWED},
     ),
     "glm4-moe": GenericFamily("glm4_moe", "GLM-4.5-Air", {**_GROUPED, "use_qk_norm": True}),

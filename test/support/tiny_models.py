@@ -17,6 +17,8 @@ from transformers import (
     Glm4ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -167,6 +169,26 @@ _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | No
         {**_EXPERTS, "use_sliding_window": True, "sliding_window": 11},
         None,
     ),
+    # Hidden and inner sizes of whole groups of 32, as MXFP4 wants them.
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 10,
+            # Reached by some gates and ups of random weights.
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                "truncate": False,
+            },
+        },
+        None,
+    ),
 }
 TINY_MODELS = (*_VARIANTS, "chatglm")
 
@@ -259,7 +281,7 @@ def tiny_model(name: str) -> Path:
     model = model_class(config_class(**{**_SIZES, **changes}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
+            if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.2)
             elif "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)

@@ -63,10 +63,26 @@ void add_row(const T* row, const T* added, T* sum, int size) {
 }
 
 // silu(gate) * up.
-template <typename T>
-void gate_row(const T* gate, const T* up, T* gated, int size) {
+struct SiluGate {
+  Vec operator()(Vec gate, Vec up) const { return silu(gate) * up; }
+};
+
+// (up + 1) * gate * sigmoid(alpha * gate), where the gate is at most the limit and up within it.
+struct ClampedGate {
+  float alpha;
+  float limit;
+  Vec operator()(Vec gate, Vec up) const {
+    const Vec most = broadcast(limit);
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < -most ? -most : up;
+    return (up + 1.0f) * (silu(alpha * gate) * (1.0f / alpha));
+  }
+};
+
+template <typename T, typename Gate>
+void gate_row(const T* gate, const T* up, T* gated, int size, Gate function) {
   for_vectors(size, [&](int offset, int count) {
-    store(gated + offset, silu(load(gate + offset, count)) * load(up + offset, count), count);
+    store(gated + offset, function(load(gate + offset, count), load(up + offset, count)), count);
   });
 }
 
@@ -214,11 +230,12 @@ void norm_rows(int64_t num_rows, int size, const T* rows, const T* added, const 
   });
 }
 
-template <typename T>
-void gate_rows(int64_t num_rows, int size, const T* gate_up, T* gated, int num_threads) {
+template <typename T, typename Gate>
+void gate_rows(int64_t num_rows, int size, const void* gate_up, void* gated, Gate function,
+               int num_threads) {
   for_rows(num_rows, size, num_threads, [&](int64_t row) {
-    const T* gate = gate_up + row * 2 * size;
-    gate_row(gate, gate + size, gated + row * size, size);
+    const T* const gate = static_cast<const T*>(gate_up) + row * 2 * size;
+    gate_row(gate, gate + size, static_cast<T*>(gated) + row * size, size, function);
   });
 }
 
@@ -287,10 +304,15 @@ extern "C" void sglp_place_heads(int is_bf16, int64_t num_rows, int num_query_he
 // gated [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size].
 extern "C" void sglp_gate(int is_bf16, int64_t num_rows, int size, const void* gate_up, void* gated,
                           int num_threads) {
-  if (is_bf16)
-    gate_rows<BFloat16>(num_rows, size, as<BFloat16>(gate_up), as<BFloat16>(gated), num_threads);
-  else
-    gate_rows<float>(num_rows, size, as<float>(gate_up), as<float>(gated), num_threads);
+  const auto run = is_bf16 ? gate_rows<BFloat16, SiluGate> : gate_rows<float, SiluGate>;
+  run(num_rows, size, gate_up, gated, SiluGate{}, num_threads);
+}
+
+// The same with ClampedGate.
+extern "C" void sglp_clamped_gate(int is_bf16, int64_t num_rows, int size, float alpha, float limit,
+                                  const void* gate_up, void* gated, int num_threads) {
+  const auto run = is_bf16 ? gate_rows<BFloat16, ClampedGate> : gate_rows<float, ClampedGate>;
+  run(num_rows, size, gate_up, gated, ClampedGate{alpha, limit}, num_threads);
 }
 
 // reordered[row][i] = rows[row][order[i]], all of them bf16 [num_rows, size].

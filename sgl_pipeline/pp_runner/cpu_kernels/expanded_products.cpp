@@ -5,19 +5,16 @@
 // exact in bf16. Sums over a group of inputs are fp32, then scaled and added up, the groups in
 // ascending order. Rows of an FP8 product are rounded to e4m3 too, with a scale for each group.
 //
-// Packed, a weight of 4 bits is [out / 16, in / 8, 16, 2] of 16 bits: the number of input
-// 8 i + 2 k + j has the bits 4 k of (i, o, j). One of FP8 is [out / 16, in / 2, 16, 2]. Both are
-// padded, with what their scale of 0 cancels.
+// Packed, a weight of 4 bits lies as expanded_tiles.h has it, one of FP8 is [out / 16, in / 2, 16, 2].
+// Both are padded, with what their scale of 0 cancels.
 
-#include "product_panels.h"
+#include "expanded_tiles.h"
 
 #if defined(__AVX512BF16__)
 
 namespace {
 
 constexpr int kTileInputs = 32;
-constexpr int kLines = kTile / kLine;
-constexpr int64_t kPrefetchAhead = 4096;  // bytes, in each block
 constexpr float kLargestFp8 = 448.0f;
 constexpr float kSmallestGroup = 0x1p-100f;  // the largest number of a group that is zeros to us
 
@@ -42,21 +39,13 @@ struct DenormalTable {
 const IntegerTable kIntegers;
 const DenormalTable kDenormals;
 
-// A tile of 256 bytes of 4-bit numbers, less `zeros` [16].
+// Integers, less `zeros` [16].
 void expand_int4(const Byte* source, const Byte* zeros, Byte* target) {
   const __m512i table = _mm512_loadu_si512(kIntegers.bits), low = _mm512_set1_epi16(15);
-  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
-  const __m512i zero = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
-  for (int quad = 0; quad < kLines / 4; ++quad) {
-    __builtin_prefetch(source + kPrefetchAhead + quad * kLine);
-    const __m512i four = _mm512_loadu_si512(source + quad * kLine);
-    const __m512i shifted[4] = {four, _mm512_srli_epi16(four, 4), _mm512_srli_epi16(four, 8),
-                                _mm512_srli_epi16(four, 12)};
-    for (int k = 0; k < 4; ++k) {
-      const __m512i number = _mm512_sub_epi16(_mm512_and_si512(shifted[k], low), zero);
-      _mm512_store_si512(target + (4 * quad + k) * kLine, _mm512_permutexvar_epi16(number, table));
-    }
-  }
+  const __m512i zero = load_beside(zeros);
+  expand_quads(source, target, [&](__m512i words) {
+    return _mm512_permutexvar_epi16(_mm512_sub_epi16(_mm512_and_si512(words, low), zero), table);
+  });
 }
 
 // A tile of 512 bytes of e4m3. A number's bits are those of its bf16 except for the exponent's offset.

@@ -45,6 +45,8 @@ void sglp_place_heads(int is_bf16, int64_t num_rows, int num_query_heads, int nu
                       void* value_pages, int num_threads);
 void sglp_gate(int is_bf16, int64_t num_rows, int size, const void* gate_up, void* gated,
                int num_threads);
+void sglp_clamped_gate(int is_bf16, int64_t num_rows, int size, float alpha, float limit,
+                       const void* gate_up, void* gated, int num_threads);
 void sglp_reorder(int64_t num_rows, int size, const void* rows, const int64_t* order,
                   void* reordered, int num_threads);
 void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated, const void* rows,
@@ -57,6 +59,9 @@ void sglp_int4_product(int64_t num_rows, int64_t inputs, int64_t outputs, int ga
                        int64_t group_steps, const void* rows, const void* weight,
                        const void* scales, const void* zeros, const void* SGLP_OR_NULL bias,
                        void* out, int num_threads);
+void sglp_mxfp4_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
+                        const void* rows, const void* weight, const void* exponents,
+                        const void* SGLP_OR_NULL bias, void* out, int num_threads);
 void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inputs, int64_t outputs,
                            int gated, int64_t group_tiles, int64_t row_group_tiles,
                            const void* rows, const void* weight, const void* scales,

@@ -67,12 +67,15 @@ class CpuKernels:
         self.place_heads = kernel("place_heads")
         self.add = kernel("add")
         self.gate = kernel("gate")
+        self.clamped_gate = kernel("clamped_gate")
         self.reorder = kernel("reorder")
         # Products of rows with a packed weight: bf16 (products.cpp), 8 bits (int8_products.cpp),
-        # 4 bits (int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp).
+        # 4 bits (int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp), MXFP4 as bf16
+        # (mxfp4_products.cpp).
         self.product = kernel("product")
         self.int8_product = kernel("int8_product")
         self.int4_product = kernel("int4_product")
+        self.mxfp4_product = kernel("mxfp4_product")
         self.expanded_product = kernel("expanded_product")
 
     def has(self, arithmetic: Arithmetic) -> bool:

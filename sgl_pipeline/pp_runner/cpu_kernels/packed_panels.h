@@ -166,7 +166,16 @@ void run_panel(const Product& product, const RowGroups& rows, int64_t index,
   }
 }
 
-// The same by the fastest instruction of this machine.
+// Some rows with a panel, by the fastest instruction of this machine.
+template <typename Dot>
+void multiply_by_dots(bool amx, const Byte* rows, int num_rows, const Panel& panel, Sums& sums) {
+#if defined(SGLP_HAS_AMX)
+  if (amx) return multiply_amx<Dot>(rows, num_rows, panel, sums);
+#endif
+  multiply_avx512<Dot>(rows, num_rows, panel, sums);
+}
+
+// `run_panel` by the fastest instruction of this machine.
 template <typename Dot, typename Done>
 void run_by_dots(bool amx, const Product& product, const RowGroups& rows, int64_t index,
                  const Done& done) {

@@ -3,26 +3,11 @@
 // Called from compiled_linear.py through ctypes; knows nothing of torch. Sums are fp32, over the
 // inputs in ascending order. Packed, a weight is [out / 16, in / 2, 16, 2], padded with zeros.
 
-#include "packed_panels.h"
+#include "bfloat16_dot.h"
 
 #if defined(__AVX512BF16__)
 
 namespace {
-
-constexpr int kTileInputs = 32;
-
-struct BFloat16Dot {
-  static __m512i add(__m512i totals, __m512i x, __m512i weights) {
-    return bit_cast<__m512i>(_mm512_dpbf16_ps(bit_cast<__m512>(totals), bit_cast<__m512bh>(x),
-                                              bit_cast<__m512bh>(weights)));
-  }
-#if defined(SGLP_HAS_AMX)
-  static void tiles_0_4_6() { _tile_dpbf16ps(0, 4, 6); }
-  static void tiles_1_4_7() { _tile_dpbf16ps(1, 4, 7); }
-  static void tiles_2_5_6() { _tile_dpbf16ps(2, 5, 6); }
-  static void tiles_3_5_7() { _tile_dpbf16ps(3, 5, 7); }
-#endif
-};
 
 struct BFloat16Product {
   Product product;
@@ -32,16 +17,8 @@ struct BFloat16Product {
   void open() const { open_if(amx); }
   void close() const { close_if(amx); }
 
-  // Sixteen rows from `first` on, zeros where there are none.
   void pack_rows(int64_t first, Byte* packed, float*) const {
-    const BFloat16* source = product.rows + first * product.inputs;
-    const int64_t num_rows = std::min<int64_t>(kBlock, product.num_rows - first);
-    for (int64_t input = 0; input < product.inputs; input += kTileInputs) {
-      const int64_t left = std::min<int64_t>(product.inputs - input, kTileInputs);
-      for (int64_t row = 0; row < kBlock; ++row, packed += kLine)
-        _mm512_store_si512(packed, load_words(source + row * product.inputs + input,
-                                              row < num_rows ? left : 0));
-    }
+    pack_bfloat16_rows(product, first, packed);
   }
 
   void run(const RowGroups& rows, int64_t panel) const {
@@ -61,7 +38,7 @@ extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, 
                              const void* rows, const void* weight, const void* bias, void* out,
                              int num_threads) {
   const Product product{num_rows,    inputs, outputs,
-                        gated != 0,  kTileInputs,
+                        gated != 0,  kDotInputs,
                         kTile,       static_cast<const BFloat16*>(rows),
                         weight,      static_cast<const BFloat16*>(bias),
                         static_cast<BFloat16*>(out)};

@@ -52,10 +52,12 @@ constexpr Kernel kKernels[] = {
     {"add", Recorded<sglp_add>::run},
     {"place_heads", Recorded<sglp_place_heads>::run},
     {"gate", Recorded<sglp_gate>::run},
+    {"clamped_gate", Recorded<sglp_clamped_gate>::run},
     {"reorder", Recorded<sglp_reorder>::run},
     {"product", Recorded<sglp_product>::run},
     {"int8_product", Recorded<sglp_int8_product>::run},
     {"int4_product", Recorded<sglp_int4_product>::run},
+    {"mxfp4_product", Recorded<sglp_mxfp4_product>::run},
     {"expanded_product", Recorded<sglp_expanded_product>::run},
 };
 

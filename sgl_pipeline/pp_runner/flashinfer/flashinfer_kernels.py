@@ -15,6 +15,7 @@ from sgl_pipeline.pp_runner.base.kv_format import FP8
 from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import GpuProducts
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
+    GateClamp,
     GatedLinear,
     HeadNorms,
     Linear,
@@ -219,3 +220,6 @@ class FlashInferKernels:
         if not len(gate_up):
             return gate_up[:, : gate_up.shape[1] // 2]
         return self._library.silu_and_mul(gate_up)
+
+    def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
+        raise NotImplementedError("`moe.py` refuses models with this gate on GPUs")

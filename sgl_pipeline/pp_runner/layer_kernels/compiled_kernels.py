@@ -13,8 +13,10 @@ from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
     CompiledInt4Linear,
     CompiledInt8Linear,
+    CompiledMxfp4Linear,
 )
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
+    GateClamp,
     GatedLinear,
     HeadNorms,
     Linear,
@@ -22,7 +24,12 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     Rotation,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
-from sgl_pipeline.pp_runner.weights.quantized_weights import Int4Weight, Int8Weight, Matrix
+from sgl_pipeline.pp_runner.weights.quantized_weights import (
+    Int4Weight,
+    Int8Weight,
+    Matrix,
+    Mxfp4Weight,
+)
 
 
 class CompiledKernels:
@@ -63,6 +70,8 @@ class CompiledKernels:
             return None
         if isinstance(weight, torch.Tensor):
             return CompiledLinear(kernels, weight, bias, is_gated=is_gated)
+        if isinstance(weight, Mxfp4Weight):
+            return CompiledMxfp4Linear(kernels, weight, bias, is_gated=is_gated)
         return CompiledExpandedLinear(kernels, weight, bias, is_gated=is_gated)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
@@ -148,14 +157,27 @@ class CompiledKernels:
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `LayerKernels.gate`."""
-        _check(gate_up.dtype, gate_up)
-        num_rows, width = gate_up.shape
-        assert width % 2 == 0
-        gated = gate_up.new_empty(num_rows, width // 2)
+        gated = _gated_rows(gate_up)
         self._kernels.gate(
             is_bf16=gate_up.dtype == torch.bfloat16,
-            num_rows=num_rows,
-            size=width // 2,
+            num_rows=gated.shape[0],
+            size=gated.shape[1],
+            gate_up=gate_up,
+            gated=gated,
+            num_threads=torch.get_num_threads(),
+        )
+        return gated
+
+    def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
+        """See `LayerKernels.clamped_gate`."""
+        assert clamp.alpha > 0 and clamp.limit > 0
+        gated = _gated_rows(gate_up)
+        self._kernels.clamped_gate(
+            is_bf16=gate_up.dtype == torch.bfloat16,
+            num_rows=gated.shape[0],
+            size=gated.shape[1],
+            alpha=clamp.alpha,
+            limit=clamp.limit,
             gate_up=gate_up,
             gated=gated,
             num_threads=torch.get_num_threads(),
@@ -185,6 +207,14 @@ class CompiledKernels:
             normed=normed,
             num_threads=torch.get_num_threads(),
         )
+
+
+def _gated_rows(gate_up: torch.Tensor) -> torch.Tensor:
+    """Room for the gated rows [T, F] of `gate_up` [T, 2 F]."""
+    _check(gate_up.dtype, gate_up)
+    num_rows, width = gate_up.shape
+    assert width % 2 == 0
+    return gate_up.new_empty(num_rows, width // 2)
 
 
 def _check(dtype: torch.dtype, *tensors: torch.Tensor) -> None:

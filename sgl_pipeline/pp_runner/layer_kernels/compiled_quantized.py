@@ -16,9 +16,11 @@ from sgl_pipeline.pp_runner.layer_kernels.weight_packing import (
     in_quads,
 )
 from sgl_pipeline.pp_runner.weights.quantized_weights import (
+    MXFP4_GROUP,
     Fp8Weight,
     Int4Weight,
     Int8Weight,
+    Mxfp4Weight,
     QuantizedWeight,
 )
 
@@ -142,7 +144,7 @@ class CompiledInt4Linear(_QuantizedLinear):
     ) -> None:
         assert kernels.has_int8_products and weight.rounds_rows
         super().__init__(kernels, weight, bias, is_gated)
-        self._groups = groups = _Groups.of(weight)
+        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size)
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros = groups.beside(weight.zeros, is_gated)
         self._packed = in_half_bytes(weight.numbers, is_gated)
@@ -186,7 +188,7 @@ class CompiledExpandedLinear(_QuantizedLinear):
     ) -> None:
         assert kernels.has_products
         super().__init__(kernels, weight, bias, is_gated)
-        self._groups = groups = _Groups.of(weight)
+        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size)
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros: torch.Tensor | None = None
         self._is_fp8 = isinstance(weight, Fp8Weight)
@@ -215,6 +217,42 @@ class CompiledExpandedLinear(_QuantizedLinear):
         )
 
 
+class CompiledMxfp4Linear(_QuantizedLinear):
+    """The same for weights in MXFP4: a product of bf16, by the bits too, with what they stand for.
+
+    Args:
+        kernels: of a library that `has_products`.
+        weight, bias, is_gated: as above.
+    """
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        weight: Mxfp4Weight,
+        bias: torch.Tensor | None = None,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        assert kernels.has_products and MXFP4_GROUP == _TILE_INPUTS
+        super().__init__(kernels, weight, bias, is_gated)
+        self._packed = in_quads(weight.numbers, is_gated)
+        self._exponents = beside_groups(weight.scales, 1, weight.scales.shape[1], is_gated)
+
+    def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self._kernels.mxfp4_product(
+            num_rows=len(x),
+            inputs=self.in_features,
+            outputs=self.out_features,
+            gated=self._is_gated,
+            rows=x,
+            weight=self._packed,
+            exponents=self._exponents,
+            bias=self._bias,
+            out=y,
+            num_threads=torch.get_num_threads(),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """The order in which products go through a weight's inputs: groups of `tiles`, in `num_parts`
@@ -225,11 +263,11 @@ class _Groups:
     num_parts: int
 
     @staticmethod
-    def of(weight: Int4Weight | Fp8Weight) -> "_Groups":
-        all_tiles = -(-weight.shape[1] // _TILE_INPUTS)
-        is_whole_row = weight.group_size >= weight.shape[1]
-        assert is_whole_row or weight.group_size % _TILE_INPUTS == 0
-        tiles = all_tiles if is_whole_row else weight.group_size // _TILE_INPUTS
+    def of(inputs: int, group_size: int) -> "_Groups":
+        all_tiles = -(-inputs // _TILE_INPUTS)
+        is_whole_row = group_size >= inputs
+        assert is_whole_row or group_size % _TILE_INPUTS == 0
+        tiles = all_tiles if is_whole_row else group_size // _TILE_INPUTS
         part_tiles = _tiles_at_once(tiles, is_whole_row)
         return _Groups(tiles, part_tiles, -(-all_tiles // part_tiles))
 

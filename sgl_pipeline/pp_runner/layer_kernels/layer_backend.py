@@ -6,6 +6,7 @@ S page size, W width of a row in a page.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,6 +37,15 @@ class Rotation(NamedTuple):
     cosine: torch.Tensor
     sine: torch.Tensor
     interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GateClamp:
+    """gpt-oss's gate: `(up + 1) * gate * sigmoid(alpha * gate)`, where the gate is at most `limit`,
+    and `up` between that and its negative (transformers: `GptOssExperts._apply_gate`)."""
+
+    alpha: float
+    limit: float
 
 
 class Linear(Protocol):
@@ -117,3 +127,6 @@ class LayerKernels(Protocol):
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up` [T, F] of `gate_up` [T, 2 F], gate first."""
+
+    def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
+        """The same with another gate."""

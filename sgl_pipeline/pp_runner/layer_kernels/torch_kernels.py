@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.base.kv_format import head_dim_of, write_rows
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
+    GateClamp,
     GatedLinear,
     HeadNorms,
     Linear,
@@ -66,6 +67,11 @@ class TorchKernels:
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:

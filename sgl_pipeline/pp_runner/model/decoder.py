@@ -31,11 +31,13 @@ from sgl_pipeline.pp_runner.weights.kv_scales import KvScales
 
 class LayerParts(NamedTuple):
     """The parts that a layer computes with, in the order of its use. The norms of outputs are those
-    of attention and MLP before they are added to the stream; None where there are none."""
+    of attention and MLP before they are added to the stream; None where there are none. `sinks`
+    [Hq] in fp32 are those of the attention, if it has them."""
 
     attention_norm: RmsNorm
     qkv: Linear
     head_norms: HeadNorms | None
+    sinks: torch.Tensor | None
     output: Linear
     attention_output_norm: RmsNorm | None
     mlp_norm: RmsNorm
@@ -87,7 +89,8 @@ class DecoderLayer:
         parts, kernels, pages = self._parts, self._kernels, kv_pool.pages(self.layer)
         qkv = parts.qkv(kernels.norm(stream, parts.attention_norm))
         query = kernels.place_heads(qkv, parts.head_norms, rotation, slots, pages)
-        output = parts.output(attention.of(self.layer).attend(query, *pages).flatten(1))
+        attended = attention.of(self.layer).attend(query, *pages, parts.sinks)
+        output = parts.output(attended.flatten(1))
         if parts.attention_output_norm is not None:
             output = kernels.norm(output, parts.attention_output_norm)
         stream, normed = kernels.add_norm(stream, output, parts.mlp_norm, may_overwrite)
@@ -111,6 +114,7 @@ def _load_parts(spec: DecoderSpec, tensors: LayerTensors, layer: int) -> LayerPa
         attention_norm=load_norm(spec, tensors, names.attention_norm),
         qkv=tensors.linear(names.qkv, widths, hidden, spec.qkv_bias, factors),
         head_norms=_load_head_norms(spec, tensors, scales) if spec.qk_norm else None,
+        sinks=_load_sinks(spec, tensors),
         output=tensors.linear(
             (names.output,), (hidden,), query_width, spec.output_bias, input_factor=scales.value
         ),
@@ -136,6 +140,11 @@ def _load_head_norms(spec: DecoderSpec, tensors: LayerTensors, scales: KvScales)
         for name in (spec.names.query_norm, spec.names.key_norm)
     )
     return HeadNorms(query * scales.key, key / scales.key, spec.norm_epsilon)
+
+
+def _load_sinks(spec: DecoderSpec, tensors: LayerTensors) -> torch.Tensor | None:
+    name = spec.names.sinks
+    return None if name is None else tensors.vector(name, spec.num_query_heads).float()
 
 
 def _load_mlp(spec: DecoderSpec, tensors: LayerTensors, layer: int) -> Mlp:

@@ -24,7 +24,8 @@ class TensorNames:
     `{layer}` and `{expert}` stand for numbers; the names from `attention_norm` on are inside a
     layer. A single `qkv` holds queries, keys and values one after the other. The norms that end on
     `output_norm` lie between a block's result and the residual stream; None if there is no such
-    norm.
+    norm, or no sinks. An `expert` without a number names stacks of all experts, which have biases,
+    and in which outputs of gates and of ups take turns (`stacked_matrices.py`).
     """
 
     embedding: str = "model.embed_tokens"
@@ -36,6 +37,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    sinks: str | None = None
     output: str = "self_attn.o_proj"
     attention_output_norm: str | None = None
     mlp_norm: str = "post_attention_layernorm"
@@ -71,6 +73,7 @@ class Family:
         qkv_bias: queries, keys and values have biases, with any config. interleaved_rope: a rotated
         pair is two neighbors, not two halves of the head. partial_rope: the config's
         `partial_rotary_factor` counts. experts: layers may be mixtures of experts.
+        clamped_gate: their gate is a `GateClamp`, and their router has a bias.
         windows: its layers with a sliding window; None: it cannot have one.
         spellings: this config's names of fields that `model_spec` knows by other names. The
             family's own spelling wins where a config holds both.
@@ -87,6 +90,7 @@ class Family:
     interleaved_rope: bool = False
     partial_rope: bool = False
     experts: bool = False
+    clamped_gate: bool = False
     windows: WindowRule | None = None
     spellings: Mapping[str, str] = field(default_factory=dict)
     own_fields: frozenset[str] = frozenset()
@@ -98,6 +102,7 @@ class Family:
 _ALL_WINDOWED = WindowRule(has_switch=False)
 _ALL_SWITCHED = WindowRule(has_switch=True)
 _LATER_SWITCHED = WindowRule(has_switch=True, includes=lambda layer, bound: layer >= bound)
+_EVEN = WindowRule(has_switch=False, includes=lambda layer, bound: layer % 2 == 0)
 _EVEN_SWITCHED = WindowRule(
     has_switch=True, includes=lambda layer, bound: layer % 2 == 0 and layer < bound
 )
@@ -227,6 +232,39 @@ FAMILIES: dict[str, Family] = {
         spellings={**_ALL_ATTENTION_BIASES, "num_experts": "num_local_experts"},
         own_fields=_EXPERT_FIELDS,
         defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "GptOssForCausalLM": Family(
+        experts=True,
+        clamped_gate=True,
+        windows=_EVEN,
+        spellings={
+            **_ALL_ATTENTION_BIASES,
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        # `experts_per_token` is written beside `num_experts_per_tok` and not read by transformers.
+        own_fields=_EXPERT_FIELDS | {"experts_per_token"},
+        required={"norm_topk_prob": True},
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "sliding_window": 128,
+        },
+        names=TensorNames(
+            sinks="self_attn.sinks",
+            router="mlp.router",
+            expert=MlpNames(("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
+        ),
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM_4,

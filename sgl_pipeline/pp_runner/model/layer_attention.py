@@ -35,6 +35,7 @@ def layer_attentions(fields: ConfigFields, family: Family) -> tuple[LayerAttenti
             value_dim=head_dim,
             scale=head_dim**-0.5,
             window=window,
+            has_sinks=family.names.sinks is not None,
         )
         for window in _windows(fields, family)
     )

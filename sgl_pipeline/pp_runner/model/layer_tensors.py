@@ -3,7 +3,7 @@
 They are read while a stage loads; names come from `families.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from sgl_pipeline.pp_runner.weights.kv_scales import KvScales, read_kv_scales
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix, join, scale_rows
 from sgl_pipeline.pp_runner.weights.schemes import Quantization
+from sgl_pipeline.pp_runner.weights.stacked_matrices import read_stacked_matrices
 
 
 class LayerTensors:
@@ -57,6 +58,19 @@ class LayerTensors:
                 for name, size in zip(names, sizes, strict=True)
             ]
         )
+
+    def stacked_matrices(
+        self, name: str, shape: tuple[int, int, int]
+    ) -> Iterator[tuple[Matrix, torch.Tensor]]:
+        """Matrix [O, I] and bias [O] of each expert of the stack `name` with `shape` (E, O, I)."""
+        module = f"{self._prefix}{name}"
+        biases = self._weights.read(f"{module}_bias", shape[:2])
+        matrices = read_stacked_matrices(self._weights, self._quantization, module, shape)
+        return zip(matrices, biases, strict=True)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """The tensor `name` [size], which is no weight and no bias of a module."""
+        return self._weights.read(f"{self._prefix}{name}", (size,))
 
     def linear(
         self,

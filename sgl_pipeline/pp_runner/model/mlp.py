@@ -3,13 +3,20 @@
 Shapes: T rows, H hidden size, F feed-forward size.
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
+    GateClamp,
+    GatedLinear,
+    LayerKernels,
+    Linear,
+)
 from sgl_pipeline.pp_runner.model.families import MlpNames
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
 
 class Mlp(Protocol):
@@ -45,6 +52,19 @@ class GatedMlp:
             tensors.gated_linear(names.gate_up, inner_size, hidden_size, has_bias),
             tensors.linear((names.down,), (hidden_size,), inner_size, has_bias),
         )
+
+    @classmethod
+    def clamped(
+        cls,
+        kernels: LayerKernels,
+        clamp: GateClamp,
+        gate_up: tuple[Matrix, torch.Tensor],
+        down: tuple[Matrix, torch.Tensor],
+    ) -> "GatedMlp":
+        """With `clamp` in the place of silu, from matrices [2 F, H], gates first, and [H, F], each
+        with its bias."""
+        gated_up = GatedLinear(kernels.linear(*gate_up), partial(kernels.clamped_gate, clamp=clamp))
+        return cls(gated_up, kernels.linear(*down))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._gated_up(x))

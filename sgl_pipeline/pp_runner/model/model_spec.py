@@ -17,8 +17,9 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.model_directory import read_json_object
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, LayerAttention
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
-from sgl_pipeline.pp_runner.model.families import FAMILIES, MlpNames, TensorNames
+from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions
 from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig, with_rope_overrides
 from sgl_pipeline.pp_runner.model.rope_spec import RopeSpec
@@ -53,7 +54,8 @@ class ExpertSpec:
 
     Each token goes to `experts_per_token` of `num_experts` MLPs of `inner_size`, whose routing
     weights sum to one if they are `normalized`. A shared expert of `shared_inner_size` sees every
-    token (Qwen2-MoE); 0 if there is no shared expert.
+    token (Qwen2-MoE); 0 if there is no shared expert. With a `clamp`, which is the experts' gate,
+    the router has a bias (gpt-oss).
     """
 
     num_experts: int
@@ -62,6 +64,7 @@ class ExpertSpec:
     normalized: bool
     shared_inner_size: int
     layers: frozenset[int]
+    clamp: GateClamp | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +252,7 @@ def model_spec(
         output_bias=bool(fields.get("output_bias")),
         mlp_bias=bool(fields.get("mlp_bias")),
         qk_norm=family.qk_norm,
-        experts=_expert_spec(fields) if family.experts else None,
+        experts=_expert_spec(fields, family) if family.experts else None,
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),
         eos_token_ids=eos_token_ids(config) | eos_token_ids(generation_config or {}),
@@ -306,7 +309,7 @@ def _is_neutral(name: str, value: Any) -> bool:
     return multiplies and value is not True and value == 1
 
 
-def _expert_spec(fields: ConfigFields) -> ExpertSpec:
+def _expert_spec(fields: ConfigFields, family: Family) -> ExpertSpec:
     """The sparse layers: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
     step = fields.positive("decoder_sparse_step", 1)
     sparse = frozenset(range(step - 1, fields.positive("num_hidden_layers"), step))
@@ -318,6 +321,7 @@ def _expert_spec(fields: ConfigFields) -> ExpertSpec:
         normalized=bool(fields.get("norm_topk_prob")),
         shared_inner_size=fields.positive(shared) if fields.get(shared) else 0,
         layers=sparse - fields.integers("mlp_only_layers"),
+        clamp=_gate_clamp(fields) if family.clamped_gate else None,
     )
     if experts.experts_per_token > experts.num_experts:
         raise ConfigurationError(
@@ -325,6 +329,11 @@ def _expert_spec(fields: ConfigFields) -> ExpertSpec:
             f"{fields.spelt('num_experts')} {experts.num_experts}"
         )
     return experts
+
+
+def _gate_clamp(fields: ConfigFields) -> GateClamp:
+    """By the fields and defaults of transformers' GptOssConfig."""
+    return GateClamp(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
 
 
 def eos_token_ids(config: Config) -> frozenset[int]:

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp, LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
 from sgl_pipeline.pp_runner.model.families import MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model.mlp import GatedMlp
 from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec
+from sgl_pipeline.pp_runner.weights.quantized_weights import join, part_of
 
 
 class Routing(NamedTuple):
@@ -39,11 +40,14 @@ class Router:
 
     Args:
         weight: [E, H], or [E + 1, H] with the shared expert's gate last.
+        bias: [E], if there is one.
     """
 
-    def __init__(self, spec: ExpertSpec, weight: torch.Tensor) -> None:
+    def __init__(
+        self, spec: ExpertSpec, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
         self._spec = spec
-        self._linear = TorchLinear(weight.float())
+        self._linear = TorchLinear(weight.float(), None if bias is None else bias.float())
 
     def __call__(self, x: torch.Tensor) -> Routing:
         """The routing of rows `x` [T, H]."""
@@ -76,6 +80,8 @@ class SeparateExperts:
     def load(
         cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
     ) -> "SeparateExperts":
+        if spec.clamp is not None:
+            return cls(_stacked_mlps(tensors, names, hidden_size, spec, spec.clamp))
         return cls(
             [
                 GatedMlp.load(tensors, _expert_names(names, e), hidden_size, spec.inner_size)
@@ -122,8 +128,12 @@ class StackedExperts:
     ) -> "StackedExperts":
         """Copies one expert after the other into its place: the stack is the only whole copy.
 
-        Raises ConfigurationError for quantized experts.
+        Raises ConfigurationError for quantized experts, and for those with a `clamp`.
         """
+        if spec.clamp is not None:
+            raise ConfigurationError(
+                "experts with gpt-oss's gate are computed with on CPUs only; use --device cpu"
+            )
         first = _expert_names(names, 0)
         if any(tensors.is_quantized(name) for name in (*first.gate_up, first.down)):
             raise ConfigurationError(
@@ -178,7 +188,7 @@ class SparseMlp:
         experts = SeparateExperts if on_cpu else StackedExperts
         return cls(
             spec,
-            Router(spec, torch.cat(gates)),
+            Router(spec, torch.cat(gates), _router_bias(tensors, names, spec)),
             experts.load(tensors, names.expert, hidden_size, spec),
             shared_expert,
         )
@@ -199,6 +209,35 @@ class SparseMlp:
         outputs = self._experts(x[order // per_row], ends)
         by_row = outputs[order.argsort()].unflatten(0, (-1, per_row))
         return (by_row * routing.weights[..., None]).sum(dim=1)
+
+
+def _router_bias(
+    tensors: LayerTensors, names: TensorNames, spec: ExpertSpec
+) -> torch.Tensor | None:
+    has_bias = spec.clamp is not None
+    return tensors.vector(f"{names.router}.bias", spec.num_experts) if has_bias else None
+
+
+def _stacked_mlps(
+    tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec, clamp: GateClamp
+) -> list[GatedMlp]:
+    """The MLPs of a checkpoint's stacks: of the first outputs of gates and of ups take turns."""
+    num_experts, inner_size = spec.num_experts, spec.inner_size
+    (gate_up,) = names.gate_up
+    both = tensors.stacked_matrices(gate_up, (num_experts, 2 * inner_size, hidden_size))
+    down = tensors.stacked_matrices(names.down, (num_experts, hidden_size, inner_size))
+    parts = (slice(0, None, 2), slice(1, None, 2))
+    mlps = []
+    for (matrix, bias), (down_matrix, down_bias) in zip(both, down, strict=True):
+        turned = join([part_of(matrix, part) for part in parts])
+        assert turned is not None, "they are of one kind"
+        turned_bias = torch.cat([bias[part] for part in parts])
+        mlps.append(
+            GatedMlp.clamped(
+                tensors.kernels, clamp, (turned, turned_bias), (down_matrix, down_bias.clone())
+            )
+        )
+    return mlps
 
 
 def _expert_names(names: MlpNames, expert: int) -> MlpNames:

@@ -28,6 +28,7 @@ from sgl_pipeline.pp_runner.weights.schemes import (
     Int4Scheme,
     Int8Scheme,
     Layout,
+    Mxfp4Scheme,
     Quantization,
     Scheme,
 )
@@ -55,6 +56,8 @@ def read_matrix(
         return round_matrix(
             source, f"{module}.weight", source.read(f"{module}.weight", shape), scheme
         )
+    if isinstance(scheme, Mxfp4Scheme):
+        raise CheckpointError(f"{module} is in MXFP4, which is read of gpt-oss's experts alone")
     if isinstance(scheme, Int4Scheme):
         weight = _READ_INT4[layout](source, module, shape, scheme)
         return replace(weight, rounds_rows=scheme.rounds_rows)

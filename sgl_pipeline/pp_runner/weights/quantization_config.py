@@ -14,6 +14,7 @@ from sgl_pipeline.pp_runner.weights.schemes import (
     Int4Scheme,
     Int8Scheme,
     Layout,
+    Mxfp4Scheme,
     Names,
     Quantization,
     Scheme,
@@ -35,6 +36,7 @@ _MAKING = {
         module_name_preceding_first_block modules_in_block_to_quantize model_seqlen pad_token_id
         use_cuda_fp16 exllama_config use_exllama disable_exllama cache_block_outputs backend
         max_input_length mse quantizer lm_head_low_gpu_mem_usage""",
+    "mxfp4": "",
     "awq": """backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config duo_scaling""",
 }
 
@@ -316,6 +318,16 @@ def _awq(fields: _Fields, head: str) -> Quantization:
     return _everything_but(ignored, scheme, Layout.AWQ, fields)
 
 
+def _mxfp4(fields: _Fields, head: str) -> Quantization:
+    """gpt-oss's: of experts alone, as transformers' Mxfp4Config, whatever else the list of what is
+    not converted leaves out."""
+    fields.names("modules_to_not_convert")
+    experts = Names(("mlp.experts",), is_inside)
+    return Quantization(
+        fields.method, Layout.MXFP4, ((experts, Mxfp4Scheme()),), Names((), is_inside)
+    )
+
+
 def _everything_but(
     ignored: tuple[str, ...], scheme: Scheme, layout: Layout, fields: _Fields
 ) -> Quantization:
@@ -344,4 +356,5 @@ _METHODS: dict[str, Callable[[_Fields, str], Quantization]] = {
     FP8: _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "mxfp4": _mxfp4,
 }

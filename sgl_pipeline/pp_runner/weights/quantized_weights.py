@@ -13,6 +13,12 @@ import torch
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
 INT8_LARGEST = 127
+# The numbers of MXFP4 by their codes.
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1_MAGNITUDES, *(-number for number in _E2M1_MAGNITUDES))
+MXFP4_GROUP = 32  # inputs that share a scale
+# With these every number is a normal one of bf16.
+MXFP4_SCALES = range(2, 253)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +134,7 @@ class Int4Weight:
     @property
     def numbers(self) -> torch.Tensor:
         """[O, I] uint8, 0 to 15."""
-        return torch.stack((self.packed & 15, self.packed >> 4), dim=2).flatten(1)
+        return unpack_halves(self.packed)
 
     def part(self, outputs: slice) -> "Int4Weight":
         return replace(
@@ -152,7 +158,48 @@ class Int4Weight:
         return by_input
 
 
-QuantizedWeight = Int8Weight | Fp8Weight | Int4Weight
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Weight:
+    """MXFP4 (OCP Microscaling Formats 1.0): `E2M1[code[o, i]] * 2 ** (scales[o, i // 32] - 127)`,
+    for rows of 16 bits, in which these numbers are exact.
+
+    Attributes:
+        packed: [O, I / 2] uint8: codes from 0 to 15, that of the even input in the low half.
+        scales: [O, I / 32] uint8, from MXFP4_SCALES.
+        dtype: as in `Int8Weight`.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scales.nbytes
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (Mxfp4Weight, self.shape[1], self.dtype)
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The codes [O, I] uint8, 0 to 15."""
+        return unpack_halves(self.packed)
+
+    def part(self, outputs: slice) -> "Mxfp4Weight":
+        return replace(self, packed=self.packed[outputs], scales=self.scales[outputs])
+
+    def dequantized(self) -> torch.Tensor:
+        powers = torch.exp2(self.scales.float() - 127)
+        numbers = torch.tensor(E2M1, device=self.packed.device)[self.numbers.long()]
+        return numbers * _spread(powers, MXFP4_GROUP, self.shape[1])
+
+
+QuantizedWeight = Int8Weight | Fp8Weight | Int4Weight | Mxfp4Weight
 Matrix = torch.Tensor | QuantizedWeight
 
 
@@ -162,14 +209,25 @@ def pack_halves(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[:, ::2] | numbers[:, 1::2] << 4
 
 
+def unpack_halves(packed: torch.Tensor) -> torch.Tensor:
+    """The numbers [O, I] of `pack_halves`."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+
+
 def scale_rows(matrix: Matrix, factors: torch.Tensor) -> Matrix:
     """`matrix` [O, I] with each row multiplied by its factor [O], a power of two: exactly."""
     factors = factors[:, None]
     if isinstance(matrix, torch.Tensor):
         return matrix * factors.to(matrix)
+    assert not isinstance(matrix, Mxfp4Weight), "only experts are, and none scales these"
     scales = matrix.scales
     factors = factors.to(scales)
     return replace(matrix, scales=scales * (factors if scales.dim() == 2 else factors[:, 0]))
+
+
+def part_of(matrix: Matrix, outputs: slice) -> Matrix:
+    """Some of the rows of `matrix`."""
+    return matrix[outputs] if isinstance(matrix, torch.Tensor) else matrix.part(outputs)
 
 
 def join(matrices: Sequence[Matrix]) -> Matrix | None:

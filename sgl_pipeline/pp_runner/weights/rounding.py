@@ -9,12 +9,16 @@ from collections.abc import Iterator
 import torch
 
 from sgl_pipeline.pp_runner.weights.quantized_weights import (
+    E2M1,
     FP8,
     FP8_LARGEST,
     INT8_LARGEST,
+    MXFP4_GROUP,
+    MXFP4_SCALES,
     Fp8Weight,
     Int4Weight,
     Int8Weight,
+    Mxfp4Weight,
     pack_halves,
 )
 
@@ -56,6 +60,28 @@ def to_int4(matrix: torch.Tensor, group_size: int) -> Int4Weight:
         packed[part] = pack_halves(numbers.flatten(1))
     zeros = torch.full_like(scales, 8, dtype=torch.uint8)
     return Int4Weight(packed, scales, zeros, group_size, None, matrix.dtype)
+
+
+def to_mxfp4(matrix: torch.Tensor) -> Mxfp4Weight:
+    """With the power of two, for each group of 32 inputs, that brings the largest into e2m1's
+    highest binade; larger ones than e2m1's become that (OCP Microscaling Formats 1.0, 6.3)."""
+    outputs, inputs = matrix.shape
+    packed = matrix.new_empty(outputs, inputs // 2, dtype=torch.uint8)
+    scales = matrix.new_empty(outputs, inputs // MXFP4_GROUP, dtype=torch.uint8)
+    magnitudes = matrix.new_tensor(E2M1[:8], dtype=torch.float32)
+    # A number between two becomes the nearer one, and in the middle that of the even code.
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    for part, rows in _parts(matrix):
+        groups = rows.unflatten(1, (-1, MXFP4_GROUP))
+        largest = _or_one(groups.abs().amax(dim=2))
+        powers = (largest.log2().floor() - 2).clamp(MXFP4_SCALES[0] - 127, MXFP4_SCALES[-1] - 127)
+        scales[part] = (powers + 127).to(torch.uint8)
+        scaled = (groups / powers.exp2()[..., None]).flatten(1)
+        below = torch.bucketize(scaled.abs(), middles)
+        above = torch.bucketize(scaled.abs(), middles, right=True)
+        codes = torch.where(below % 2 == 0, below, above)
+        packed[part] = pack_halves(codes + 8 * (scaled < 0))
+    return Mxfp4Weight(packed, scales, matrix.dtype)
 
 
 def _parts(matrix: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 import torch
 
 from sgl_pipeline.pp_runner.weights.quantized_weights import QuantizedWeight
-from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8
+from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8, to_mxfp4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,15 @@ class Int4Scheme:
         return replace(weight, rounds_rows=self.rounds_rows)
 
 
-Scheme = Int8Scheme | Fp8Scheme | Int4Scheme
+@dataclass(frozen=True, slots=True)
+class Mxfp4Scheme:
+    """MXFP4: numbers of 4 bits times a power of two for each 32 inputs; rows keep 16 bits."""
+
+    def quantize(self, matrix: torch.Tensor) -> QuantizedWeight:
+        return to_mxfp4(matrix)
+
+
+Scheme = Int8Scheme | Fp8Scheme | Int4Scheme | Mxfp4Scheme
 
 
 class Layout(Enum):
@@ -62,6 +70,7 @@ class Layout(Enum):
     GPTQ = auto()  # zero points are stored less one
     GPTQ_V2 = auto()
     AWQ = auto()
+    MXFP4 = auto()  # blocks and scales of all experts of a layer together
 
 
 @dataclass(frozen=True, slots=True)

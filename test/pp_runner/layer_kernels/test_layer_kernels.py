@@ -19,6 +19,7 @@ from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, FP8, encode
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
+    GateClamp,
     HeadNorms,
     LayerKernels,
     RmsNorm,
@@ -114,6 +115,25 @@ def test_gate(leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int
     gate_up = random(seed, num_rows, 2 * size, dtype=dtype) * 10
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_near(leaf, kernels_of(leaf).gate(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize(
+    "leaf", ["torch", *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED)]
+)
+@settings(max_examples=50, deadline=None)
+@given(num_rows=st.integers(0, 20), size=sizes, dtype=dtypes, seed=st.integers(0, 1000))
+def test_clamped_gate(leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    dtype = torch.float32 if leaf == "torch" else dtype  # its six roundings of bf16 may add up
+    gate_up = random(seed, num_rows, 2 * size, dtype=dtype) * 10
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    exact = (up + 1) * gate / (1 + (-1.702 * gate).exp())
+    gated = kernels_of(leaf).clamped_gate(gate_up, GateClamp(1.702, 7.0))
+    assert_near(leaf, gated, exact, dtype)
+    no_number = kernels_of(leaf).clamped_gate(
+        torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]]), GateClamp(1.702, 7.0)
+    )
+    assert no_number.isnan().all()
 
 
 @every_leaf

@@ -14,12 +14,8 @@ from support.instruction_sets import every_instruction_set, kernels_for
 
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
-from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
-    CompiledExpandedLinear,
-    CompiledInt4Linear,
-    CompiledInt8Linear,
-)
-from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import CompiledExpandedLinear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GatedLinear, Linear
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
     TorchQuantizedLinear,
@@ -28,14 +24,17 @@ from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import (
     round_rows_to_int8,
 )
 from sgl_pipeline.pp_runner.weights.quantized_weights import (
+    E2M1,
     FP8,
+    MXFP4_SCALES,
     Fp8Weight,
     Int4Weight,
     Int8Weight,
+    Mxfp4Weight,
     QuantizedWeight,
     pack_halves,
 )
-from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8
+from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8, to_mxfp4
 
 KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "int8": to_int8,
@@ -48,6 +47,7 @@ KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "fp8": lambda matrix: to_fp8(matrix, matrix.shape[1]),
     "fp8 of 64": lambda matrix: to_fp8(matrix, 64),
     "fp8 of 128": lambda matrix: to_fp8(matrix, 128),
+    "mxfp4": to_mxfp4,
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -125,7 +125,7 @@ def compiled(instructions: str, weight: QuantizedWeight, bias=None, *, is_gated=
     kernels = CompiledKernels(kernels_for(instructions))
     make = kernels.gated_linear if is_gated else kernels.linear
     linear = make(weight, bias)
-    if not isinstance(linear, CompiledInt8Linear | CompiledInt4Linear | CompiledExpandedLinear):
+    if isinstance(linear, TorchQuantizedLinear | GatedLinear):
         pytest.skip("no instructions for it")
     return linear
 
@@ -220,6 +220,18 @@ def test_every_four_bit_number_and_zero_point_is_exact():
 
 
 @pytest.mark.compiler
+def test_every_mxfp4_number_is_exact_with_every_scale():
+    codes, scales = torch.cartesian_prod(torch.arange(16), torch.tensor(MXFP4_SCALES)).unbind(1)
+    packed = pack_halves(codes[:, None].expand(len(codes), 32))
+    weight = Mxfp4Weight(packed, scales[:, None].to(torch.uint8), torch.bfloat16)
+    x = torch.zeros(1, 32).bfloat16()
+    x[0, 5] = 1.0
+    meant = torch.tensor(E2M1)[codes].double() * 2.0 ** (scales - 127).double()
+    assert torch.equal(weight.dequantized().double(), meant[:, None].expand(-1, 32))
+    assert torch.equal(compiled("native", weight)(x)[0].double(), meant)
+
+
+@pytest.mark.compiler
 @every_kind
 @pytest.mark.parametrize("shape", [(64, 96), (1000, 192), (40, 3072)], ids=str)
 def test_a_row_has_the_same_bits_in_every_microbatch(kind, shape):
@@ -257,7 +269,8 @@ def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch():
 @every_kind
 def test_a_packed_weight_replaces_the_plain_one(kind):
     weight = quantized(kind, 64, 192)
-    numbers = weight.packed if isinstance(weight, Int4Weight) else weight.values
+    is_packed = isinstance(weight, Int4Weight | Mxfp4Weight)
+    numbers = weight.packed if is_packed else weight.values
     alive = weakref.ref(numbers.untyped_storage())
     linear = compiled("native", weight)
     del weight, numbers

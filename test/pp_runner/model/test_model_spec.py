@@ -1,12 +1,14 @@
 """What a config.json means, and which fields are refused by name."""
 
 import json
+import math
 
 import pytest
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
 from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec, model_spec, read_model_spec
-from sgl_pipeline.pp_runner.model.rope_spec import Llama3Scaling, RopeSpec
+from sgl_pipeline.pp_runner.model.rope_spec import Llama3Scaling, RopeSpec, YarnScaling
 
 # As transformers 4 wrote them, shortened to what matters; sizes are those of the real models.
 LLAMA_3_1_8B = {
@@ -143,6 +145,54 @@ QWEN_1_5_MOE_A2_7B = {
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 151936,
+}
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
 }
 MIXTRAL_8X7B = {
     "architectures": ["MixtralForCausalLM"],
@@ -300,6 +350,29 @@ def test_the_experts_of_mixtral_have_the_intermediate_size():
     experts = model_spec(MIXTRAL_8X7B).experts
     assert (experts.num_experts, experts.experts_per_token) == (8, 2)
     assert experts.normalized and experts.inner_size == 14336
+
+
+def test_gpt_oss_has_clamped_experts_sinks_and_windows_of_even_layers() -> None:
+    spec = model_spec(GPT_OSS_20B)
+    assert spec.experts == ExpertSpec(
+        num_experts=32,
+        experts_per_token=4,
+        inner_size=2880,
+        normalized=True,
+        shared_inner_size=0,
+        layers=frozenset(range(24)),
+        clamp=GateClamp(1.702, 7.0),
+    )
+    assert spec.qkv_bias and spec.output_bias and not spec.qk_norm
+    assert [attention.window for attention in spec.attentions] == [128, None] * 12
+    assert all(attention.has_sinks for attention in spec.attentions)
+    assert spec.rope.theta == 150_000.0
+    assert spec.rope.scaling == YarnScaling(32.0, 4096, 32.0, 1.0, truncated=False)
+    assert spec.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert spec.context_length == 131_072
+    assert spec.quantization_method == "mxfp4"
+    without_lists = {name: v for name, v in GPT_OSS_20B.items() if name != "layer_types"}
+    assert model_spec(without_lists) == spec
 
 
 def test_glm_rotates_the_neighbors_of_half_a_head():

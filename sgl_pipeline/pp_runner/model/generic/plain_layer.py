@@ -96,6 +96,7 @@ def parts_of(
         attention_norm=attention_norm,
         qkv=linear_of(kernels, *read(form.qkv)),
         head_norms=_head_norms(form, tensor),
+        sinks=None,
         output=linear_of(kernels, *read((form.output,))),
         attention_output_norm=norm(form.norms[1]),
         mlp_norm=mlp_norm,

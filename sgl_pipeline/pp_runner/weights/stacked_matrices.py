@@ -1,0 +1,71 @@
+"""Reads the matrices of all experts of a layer where a checkpoint has them in one tensor, as
+gpt-oss's do: plain, inputs first, or in MXFP4.
+
+Shapes: E experts, O outputs, I inputs, G = I / 32 groups.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from sgl_pipeline.errors import CheckpointError
+from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.weights.layouts import round_matrix
+from sgl_pipeline.pp_runner.weights.quantized_weights import (
+    MXFP4_GROUP,
+    MXFP4_SCALES,
+    Matrix,
+    Mxfp4Weight,
+)
+from sgl_pipeline.pp_runner.weights.schemes import Layout, Quantization
+
+
+def read_stacked_matrices(
+    source: WeightSource,
+    quantization: Quantization | None,
+    module: str,
+    shape: tuple[int, int, int],
+) -> Iterator[Matrix]:
+    """The matrix [O, I] of each expert of `module`, `shape` (E, O, I); a copy of its own.
+
+    Raises CheckpointError as `source` does, and for a tensor that does not fit.
+    """
+    scheme = quantization.scheme_of(module) if quantization is not None else None
+    layout = Layout.SIXTEEN_BITS if quantization is None else quantization.layout_of(module)
+    if scheme is None or source.is_made_up or layout is Layout.SIXTEEN_BITS:
+        num_experts, outputs, inputs = shape
+        stacked = source.read(module, (num_experts, inputs, outputs))
+        for plain in stacked:
+            matrix = plain.T.contiguous()
+            yield matrix if scheme is None else round_matrix(source, module, matrix, scheme)
+        return
+    if layout is not Layout.MXFP4:
+        raise CheckpointError(
+            f"{module}: experts in one tensor are read plain or in MXFP4, not in the layout "
+            f"{layout.name}"
+        )
+    yield from _read_mxfp4(source, module, shape)
+
+
+def _read_mxfp4(source: WeightSource, module: str, shape: tuple[int, int, int]) -> Iterator[Matrix]:
+    """The published layout: `blocks` [E, O, G, 16] have two codes in a byte, the even input's in
+    its low half, `scales` [E, O, G] the exponents (transformers' integrations/mxfp4.py)."""
+    num_experts, outputs, inputs = shape
+    if inputs % MXFP4_GROUP:
+        raise CheckpointError(
+            f"{module} has {inputs} inputs, not a multiple of MXFP4's groups of {MXFP4_GROUP}"
+        )
+    groups = inputs // MXFP4_GROUP
+    blocks = source.read_as(
+        f"{module}_blocks", (num_experts, outputs, groups, MXFP4_GROUP // 2), torch.uint8
+    )
+    scales = source.read_as(f"{module}_scales", (num_experts, outputs, groups), torch.uint8)
+    for own_blocks, own_scales in zip(blocks, scales, strict=True):
+        own_scales = own_scales.clone()
+        own_scales[(own_blocks & 0x77 == 0).all(dim=2)] = 127  # of zeros alone
+        if own_scales.min() < MXFP4_SCALES[0] or own_scales.max() > MXFP4_SCALES[-1]:
+            raise CheckpointError(
+                f"tensor {module}_scales holds a scale outside of {MXFP4_SCALES[0]} to "
+                f"{MXFP4_SCALES[-1]}, with which numbers are not those of bf16"
+            )
+        yield Mxfp4Weight(own_blocks.flatten(1).clone(), own_scales, source.dtype)
