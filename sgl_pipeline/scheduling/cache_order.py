@@ -18,7 +18,7 @@ that has become the next is admitted.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.args.scheduling_args import CACHE_AWARE_POLICIES
@@ -53,13 +53,16 @@ class CacheOrders:
         return CacheOrder(self)
 
 
-def new_order(args: SchedulingArgs, tree: RadixTree, demand: RadixDemand) -> QueueOrder:
-    """The order of `--schedule-policy`; what `lof` adds is in `Request.order`."""
+def order_maker(
+    args: SchedulingArgs, tree: RadixTree, demand: RadixDemand
+) -> Callable[[], QueueOrder]:
+    """Makes orders of `--schedule-policy` without requests; what `lof` adds is in
+    `Request.order`."""
     if args.schedule_policy not in CACHE_AWARE_POLICIES:
-        return FixedOrder()
+        return FixedOrder
     depth_first = args.schedule_policy == "dfs-weight"
     orders = CacheOrders(tree, demand, depth_first=depth_first, max_overtakes=args.max_overtakes)
-    return orders.new()
+    return orders.new
 
 
 class _Level:

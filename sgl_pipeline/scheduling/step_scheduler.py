@@ -26,7 +26,7 @@ from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestSta
 from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
-from sgl_pipeline.scheduling.cache_order import new_order
+from sgl_pipeline.scheduling.cache_order import order_maker
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.drafts import Drafts
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
@@ -88,7 +88,7 @@ class StepScheduler:
         demand = RadixDemand(tree)
         storage = RadixStorage(tree, demand)
         self._pages = RequestPages(PagePool(num_pages), storage, demand)
-        order = new_order(args, tree, demand)
+        order = order_maker(args, tree, demand)()
         self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills, order=order)
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
@@ -292,8 +292,7 @@ class StepScheduler:
         if num_pages == self._pages.num_pages:
             return []
         self._pages.resize(num_pages)
-        self.limits = self.limits.with_pool(num_pages * self.args.page_size)
-        self._arrivals.limits = self.limits
+        self.limits = self._arrivals.limits = self.limits.with_pool(num_pages * self.args.page_size)
         refused = [(one, self.limits.refusal(one)) for one in self.requests()]
         unfit = [(request, reason) for request, reason in refused if reason is not None]
         for request, reason in unfit:
