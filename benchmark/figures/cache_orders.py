@@ -23,7 +23,7 @@ CLUSTER = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie", link="net73", poo
 NUM_PREFIXES = 128
 PREFIX_TOKENS = 2048
 # Requests a second; all at once.
-RATES = (14.0, 20.0, float("inf"))
+RATES = (6.0, 8.0, float("inf"))
 UNBOUNDED = 10**6
 DEFAULT = SchedulingArgs().max_overtakes
 # The order, and the most overtakes.
