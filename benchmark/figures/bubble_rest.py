@@ -1,5 +1,5 @@
-"""What is left of the bubbles beyond whole layers at PP 4 and 8: host, links, window, step sizes;
-and what two ranges of layers a worker would change."""
+"""The bubbles beyond whole layers at PP 4 and 8, by host, links, window and step sizes; and the
+effect of two ranges of layers a worker."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

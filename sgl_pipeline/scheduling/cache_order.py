@@ -160,8 +160,8 @@ class CacheOrder:
         return bounded([*urgent, *by_prefix], overtakers, self._orders.max_overtakes)
 
     def why_before(self, first: Request, second: Request) -> str:
-        """Why the waiting `first` is served before `second`, which came earlier or has been
-        overtaken by others; empty if it came later."""
+        """The reason why the waiting `first` is served before `second`, to follow its name; empty
+        where `Request.order` alone says it."""
         if first.order[0] != second.order[0]:
             return ""
         if first.order < second.order:

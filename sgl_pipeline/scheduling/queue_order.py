@@ -31,8 +31,8 @@ class QueueOrder(Protocol):
         served if all could be now."""
 
     def why_before(self, first: Request, second: Request) -> str:
-        """Why the waiting `first` is served before `second`, to follow its name; empty where
-        `Request.order` alone says it."""
+        """The reason why the waiting `first` is served before `second`, to follow its name; empty
+        where `Request.order` alone says it."""
 
 
 class FixedOrder:

@@ -58,7 +58,7 @@ class WaitingQueue:
         return self._order.ranked(self._paths)[:num_requests]
 
     def why_before(self, first: Request, second: Request) -> str:
-        """Why `first` is served before `second`, as the order says it."""
+        """The order's reason why `first` is served before `second`."""
         return self._order.why_before(first, second)
 
     def awaited_node(self, request: Request) -> RadixNode | None:
