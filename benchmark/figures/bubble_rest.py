@@ -93,10 +93,11 @@ def _replays(cluster: Cluster, window: Sequence[SimulatedStep]) -> Iterator[Row]
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
     canvas.set_size_inches(12, 4.5)
-    panels = canvas.subplots(1, len(DEPTHS))
-    for panel, depth in zip(panels, DEPTHS, strict=True):
+    depths = distinct(rows, "depth")
+    panels = canvas.subplots(1, len(depths), squeeze=False)[0]
+    for panel, (depth,) in zip(panels, depths, strict=True):
         chosen = select(rows, depth=depth)
-        names, heights = list(CHANGES), []
+        names = list(CHANGES)
         heights = [_mean(select(chosen, change=name), "bubbles") for name in names]
         for ranges in ("one_range", "two_ranges"):
             for link in LINKS:
@@ -157,8 +158,8 @@ FIGURE = Figure(
     title="Bubbles beyond whole layers, and two ranges of layers a worker",
     claim="None; Megatron-LM interleaves ranges of layers to shorten the filling of a pipeline, "
     "which serving does not empty.",
-    assumptions="300 requests at the rate that the token throttle carries, throttled by time, "
-    "split by time; means over two machines and three traces. Host times are Vidur's, of another "
+    assumptions="Requests arrive at the rate that the token throttle carries; throttled by time, "
+    "split by time; means over machines and traces. Host times are Vidur's, of another "
     "engine, or those that bench_decisions measured of ours. Replays send the same steps back to "
     "back: the halves of a layer take equal times, and a worker runs the oldest step that it can.",
     compute=compute,
