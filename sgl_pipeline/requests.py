@@ -182,7 +182,8 @@ class Request:
     room: Room | None = None
 
     # (-priority, -max_new_tokens or 0, arrival number), set by `StepScheduler.add`: the order in
-    # which requests are served, and the reverse of that in which they are retracted.
+    # which requests are served, unless it is cache-aware, and the reverse of that in which they
+    # are retracted.
     order: tuple[int, int, int] = (0, 0, 0)
     output_ids: list[int] = field(default_factory=list)
     state: RequestState = RequestState.WAITING

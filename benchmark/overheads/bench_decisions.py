@@ -14,6 +14,8 @@ from typing import Any
 from benchmark.overheads.decision_load import OPERATIONS, DecisionLoad, Scenario, Timings
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
+from sgl_pipeline.args import SCHEDULE_POLICIES
+from sgl_pipeline.args.scheduling_args import CACHE_AWARE_POLICIES
 from sgl_pipeline.managers.front.garbage import postpone_full_collections
 
 # Prompts of 2,000 tokens for 100,000 requests would take 3 GB, so growth goes on with 200.
@@ -35,6 +37,22 @@ SCENARIOS = (
         policy="sarathi",
     ),
     Scenario(name="three priorities", num_priorities=3),
+    *(
+        Scenario(name=f"{policy}, {waiting:,} waiting", waiting=waiting, schedule_policy=policy)
+        for policy in CACHE_AWARE_POLICIES
+        for waiting in (1000, 10_000)
+    ),
+    *(
+        Scenario(
+            name=f"{policy}, one prefix for half, eviction",
+            num_prefixes=1,
+            shared_tokens=1900,
+            pool_share=0.6,
+            schedule_policy=policy,
+        )
+        for policy in SCHEDULE_POLICIES
+        if policy != "lof"
+    ),
 )
 
 

@@ -46,6 +46,7 @@ class Scenario:
     pool_share: float = 1.5
     num_priorities: int = 1
     policy: str = "throttle"
+    schedule_policy: str = "fcfs"
     page_size: int = 16
 
 
@@ -117,6 +118,7 @@ class DecisionLoad:
         self._scheduler = TimedScheduler(
             SchedulingArgs(
                 page_size=scenario.page_size,
+                schedule_policy=scenario.schedule_policy,
                 max_running_requests=scenario.running,
                 preemption_threshold=0 if scenario.num_priorities > 1 else None,
             ),

@@ -6,8 +6,11 @@ from sgl_pipeline.args.checks import at_least, between, require, require_not_neg
 from sgl_pipeline.args.flags import check_flags, our_flag, upstream_flag, without_flag
 from sgl_pipeline.args.throttle_args import ACCOUNTINGS
 
-# The order of waiting requests: first come first served, or the one that may draw the most first.
-SCHEDULE_POLICIES = ("fcfs", "lof")
+# By what the radix cache has of them: the longest prefix first, or its tree in depth-first order.
+CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")
+# The order of waiting requests: first come first served, the one that may draw the most first, or
+# one of the above.
+SCHEDULE_POLICIES = ("fcfs", "lof", *CACHE_AWARE_POLICIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +20,13 @@ class SchedulingArgs:
     page_size: int = upstream_flag(16, "--page-size", check=between(1, 1024))
     # Which of SCHEDULE_POLICIES orders requests of equal priority.
     schedule_policy: str = upstream_flag("fcfs", "--schedule-policy")
+    max_overtakes: int = our_flag(
+        128,
+        "--max-overtakes",
+        help="With --schedule-policy lpm or dfs-weight: the most later requests that are served "
+        "before a waiting one.",
+        check=require_not_negative,
+    )
     max_running_requests: int = upstream_flag(256, "--max-running-requests", check=at_least(1))
     max_queued_requests: int | None = upstream_flag(
         None, "--max-queued-requests", check=require_not_negative

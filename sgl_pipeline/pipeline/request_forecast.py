@@ -2,8 +2,9 @@
 recent steps.
 
 It is made when an operator asks. The queue, the policy and the pages are the scheduler's; the ends
-of requests are guessed from the lengths of recent answers. It assumes no later arrival and no
-retraction. It reads no clock and changes nothing.
+of requests are guessed from the lengths of recent answers. It assumes no later arrival, no
+retraction, and that the order stays what it is now: a cache-aware one changes with the cache. It
+reads no clock and changes nothing.
 """
 
 from collections import deque

@@ -132,7 +132,7 @@ class RequestExplainer:
             other for other in self._waiting.ahead_of(request) if not self._is_passed_over(other)
         ]
         if ahead:
-            return _behind(request, ahead)
+            return self._behind(request, ahead)
         return self._first_in_queue(request, budget)
 
     def _is_passed_over(self, request: Request) -> bool:
@@ -168,6 +168,15 @@ class RequestExplainer:
         )
         return _explanation(request, "budget", text)
 
+    def _behind(self, request: Request, ahead: list[Request]) -> Explanation:
+        """`request` waits for those before it in the queue, of which there is at least one."""
+        come = "request comes" if len(ahead) == 1 else "requests come"
+        text = f"{len(ahead)} waiting {come} first"
+        last = ahead[-1]
+        if why := self._waiting.why_before(last, request):
+            text += f"; request {last.request_id} {why}"
+        return _explanation(request, "order", text, last.request_id, len(ahead))
+
     def explain_first(
         self, num_requests: int, budget: TokenBudget, *, is_paused: bool
     ) -> list[tuple[Request, Explanation]]:
@@ -180,19 +189,12 @@ class RequestExplainer:
                 explanation = self.explain(request, budget, is_paused=is_paused)
             else:
                 if before and not is_paused and not request.steps_in_flight:
-                    explanation = _behind(request, before)
+                    explanation = self._behind(request, before)
                 else:
                     explanation = self.explain(request, budget, is_paused=is_paused)
                 before.append(request)
             explained.append((request, explanation))
         return explained
-
-
-def _behind(request: Request, ahead: list[Request]) -> Explanation:
-    """`request` waits for those before it in the queue, of which there is at least one."""
-    come = "request comes" if len(ahead) == 1 else "requests come"
-    text = f"{len(ahead)} waiting {come} first"
-    return _explanation(request, "order", text, ahead[-1].request_id, len(ahead))
 
 
 def _explanation(

@@ -57,8 +57,11 @@ class Outlook:
     @property
     def tokens_ahead(self) -> int:
         """Prompt tokens to be scheduled before the first token of `request`."""
-        demands = (*self.prefilling, *self.waiting)
-        before = (one for one in demands if one.request.order < self.request.order)
+        before = self.prefilling
+        if self.waiting:  # running prefills come before all that wait
+            before = (*self.prefilling, *self.waiting[:-1])
+        else:
+            before = tuple(one for one in before if one.request.order < self.request.order)
         return sum(one.prefill_tokens for one in before)
 
     @property

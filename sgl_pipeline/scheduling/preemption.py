@@ -2,8 +2,9 @@
 
 Pages are taken for decodes, for requests of much higher priority, and when running requests hold
 the pages that they need from each other. A request is retracted only for one before it in
-`Request.order`, so the first request always makes progress: no deadlock, no livelock. It never
-touches a request with a step in flight.
+`Request.order`, so the first request always makes progress: no deadlock, no livelock. That does not
+depend on the order of admission (`cache_order.py`). It never touches a request with a step in
+flight.
 """
 
 from sgl_pipeline.requests import Lease, Request, RequestState

@@ -23,9 +23,16 @@ class QueueOrder(Protocol):
     def first(self) -> Request | None:
         """The request to serve next; it stays."""
 
+    def serve(self, request: Request) -> None:
+        """`request`, which is first, is served: it leaves."""
+
     def ranked(self, requests: Iterable[Request]) -> list[Request]:
         """`requests`, waiting ones that may be served or not, in the order in which they would be
         served if all could be now."""
+
+    def why_before(self, first: Request, second: Request) -> str:
+        """The reason why the waiting `first` is served before `second`, to follow its name; empty
+        where `Request.order` alone says it."""
 
 
 class FixedOrder:
@@ -54,6 +61,14 @@ class FixedOrder:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
+    def serve(self, request: Request) -> None:
+        """`request`, which is first, is served: it leaves."""
+        self.discard(request)
+
     def ranked(self, requests: Iterable[Request]) -> list[Request]:
         """`requests` in the order in which they would be served."""
         return sorted(requests, key=lambda request: request.order)
+
+    def why_before(self, first: Request, second: Request) -> str:
+        """Nothing: `Request.order` says it."""
+        return ""

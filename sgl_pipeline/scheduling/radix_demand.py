@@ -6,6 +6,8 @@ queue again and again: a request's hit is the cached part of its path, current a
 touches a page.
 """
 
+from collections.abc import Callable
+
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
 from sgl_pipeline.step_work import attended_tokens
@@ -17,7 +19,9 @@ class RadixDemand:
     `missing_tokens` are the tokens of nodes that waiting requests want and that are not cached,
     once for each request. `pending_tokens` counts each of these nodes once, and only those that no
     request prefills. `missing_attended` and `pending_attended` are what the same tokens attend to.
-    A request is parked only at a node that is not cached and that another request prefills.
+    A request is parked only at a node that is not cached and that another request prefills. `paths`
+    are the ends of what waiting requests want, written by `WaitingQueue`. `on_changed` hears of
+    each node that was cached or evicted.
     """
 
     def __init__(self, tree: RadixTree) -> None:
@@ -27,6 +31,8 @@ class RadixDemand:
         self.missing_attended = 0
         self.pending_attended = 0
         self._unparked: list[Request] = []
+        self.paths: dict[Request, RadixNode] = {}
+        self.on_changed: Callable[[RadixNode], None] | None = None
 
     def want(self, tokens: list[int], namespace: str = "") -> RadixNode:
         """Registers a waiting request's path over the whole pages of `tokens`; returns its end."""
@@ -78,10 +84,14 @@ class RadixDemand:
         """`node` has just been cached."""
         self._count(node, -1)
         self._unpark(node)
+        if self.on_changed is not None:
+            self.on_changed(node)
 
     def on_evicted(self, node: RadixNode) -> None:
         """`node` has just lost its pages."""
         self._count(node, 1)
+        if self.on_changed is not None:
+            self.on_changed(node)
 
     def _change(self, path: RadixNode, waiting: int = 0, prefilling: int = 0) -> None:
         """Changes the number of requests that want `path`, and with it every node above."""

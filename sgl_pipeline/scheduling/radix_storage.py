@@ -67,11 +67,7 @@ class RadixStorage:
 
     def match(self, path: RadixNode) -> RadixNode:
         """The last cached node of a path: `.end` tokens of it are cached."""
-        node = path
-        while not node.is_cached:
-            assert node.parent is not None
-            node = node.parent
-        return node
+        return path.last_cached
 
     def pages_of(self, node: RadixNode) -> list[int]:
         """The pages of the whole prefix that ends with the cached `node`, in token order."""

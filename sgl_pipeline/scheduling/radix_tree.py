@@ -4,7 +4,7 @@
 want, the other which have KV pages. It never counts tokens and never takes or returns a page.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from sgl_pipeline.requests import Request
@@ -47,14 +47,27 @@ class RadixNode:
         """True if a request can use the KV of these tokens where it lies."""
         return self.run is not None
 
+    @property
+    def last_cached(self) -> "RadixNode":
+        """The last cached node of the path that ends here; the root is always cached."""
+        node = self
+        while not node.is_cached:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
 
 class RadixTree:
-    """All nodes, from a root without tokens. With `enabled=False` it stays the only one."""
+    """All nodes, from a root without tokens. With `enabled=False` it stays the only one.
+
+    `on_split` hears of the new upper and the lower half of each node that is split.
+    """
 
     def __init__(self, page_size: int, *, enabled: bool = True) -> None:
         self.page_size = page_size
         self.enabled = enabled
         self.root = RadixNode(parent=None, key=None, tokens=[], end=0, run=PageRun([]))
+        self.on_split: Callable[[RadixNode, RadixNode], None] | None = None
         self._uses = 0
 
     def next_use(self) -> int:
@@ -121,6 +134,8 @@ class RadixTree:
         parent.children[node.key] = upper
         node.parent, node.key = upper, self._child_key(upper, node.tokens, 0, "")
         upper.children[node.key] = node
+        if self.on_split is not None:
+            self.on_split(upper, node)
         return upper
 
     def prune(self, node: RadixNode) -> None:

@@ -26,6 +26,7 @@ from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestSta
 from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import RequestAges
 from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
+from sgl_pipeline.scheduling.cache_order import order_maker
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.drafts import Drafts
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
@@ -87,7 +88,8 @@ class StepScheduler:
         demand = RadixDemand(tree)
         storage = RadixStorage(tree, demand)
         self._pages = RequestPages(PagePool(num_pages), storage, demand)
-        self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills)
+        order = order_maker(args, tree, demand)()
+        self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills, order=order)
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
         self._preemption = Preemption(self._running, self._waiting, self._pages)
@@ -111,8 +113,7 @@ class StepScheduler:
             args, self._waiting, self._running, self._pages, self.tier
         )
         self._now_s = 0.0
-        self._decode_reserve = DecodeReserve(args.page_size, self._in_flight.limit)
-        reserve = self._decode_reserve
+        self._decode_reserve = reserve = DecodeReserve(args.page_size, self._in_flight.limit)
         self._meter = LoadMeter(
             self._waiting, self._running, self._pages, self._in_flight, reserve, self.tier
         )
@@ -291,8 +292,7 @@ class StepScheduler:
         if num_pages == self._pages.num_pages:
             return []
         self._pages.resize(num_pages)
-        pool_tokens = num_pages * self.args.page_size
-        self.limits = self._arrivals.limits = self.limits.with_pool(pool_tokens)
+        self.limits = self._arrivals.limits = self.limits.with_pool(num_pages * self.args.page_size)
         refused = [(one, self.limits.refusal(one)) for one in self.requests()]
         unfit = [(request, reason) for request, reason in refused if reason is not None]
         for request, reason in unfit:

@@ -30,7 +30,7 @@ class WaitingQueue:
     ) -> None:
         self._demand = demand
         self._parks = parks
-        self._paths: dict[Request, RadixNode] = {}
+        self._paths = demand.paths
         self._parked: set[Request] = set()
         # Requests that may not be served yet.
         self._held: set[Request] = set()
@@ -56,6 +56,10 @@ class WaitingQueue:
     def first(self, num_requests: int) -> list[Request]:
         """The waiting requests that are served first, parked ones too, in order; looks at all."""
         return self._order.ranked(self._paths)[:num_requests]
+
+    def why_before(self, first: Request, second: Request) -> str:
+        """The order's reason why `first` is served before `second`."""
+        return self._order.why_before(first, second)
 
     def awaited_node(self, request: Request) -> RadixNode | None:
         """The node that another request prefills and `request` waits for, parked there or to be
@@ -89,11 +93,15 @@ class WaitingQueue:
     def use_lease(self, request: Request, lease: Lease | None, num_tokens: int) -> None:
         """The waiting `request` has this lease from now on, with the keys and values of its first
         `num_tokens` tokens; None: it has none any more."""
+        may_be_served = request not in self._held and request not in self._parked
+        self._order.discard(request)
         path = self._paths[request]
         self._count(request, path, -1)
         self._demand.unwant(path)
         request.lease, request.leased_tokens = lease, num_tokens
         self._want(request)
+        if may_be_served:
+            self._order.add(request)
 
     def __contains__(self, request: Request) -> bool:
         return request in self._paths
@@ -116,10 +124,10 @@ class WaitingQueue:
 
     def discard(self, request: Request) -> None:
         """Removes a request that will never run."""
+        self._order.discard(request)
         self._demand.unwant(self._forget(request))
         self._parked.discard(request)
         self._held.discard(request)
-        self._order.discard(request)
 
     def head(self) -> Request | None:
         """The first request that need not wait for another one's prefill; it stays in the queue."""
@@ -153,7 +161,7 @@ class WaitingQueue:
         caller."""
         request = self._order.first()
         assert request is not None
-        self._order.discard(request)
+        self._order.serve(request)
         self._forget(request)
 
     def _want(self, request: Request) -> None:

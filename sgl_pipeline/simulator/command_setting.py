@@ -85,6 +85,12 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--schedule-policy", choices=SCHEDULE_POLICIES, default="fcfs")
+    parser.add_argument(
+        "--max-overtakes",
+        type=int,
+        default=SchedulingArgs().max_overtakes,
+        help="with --schedule-policy lpm or dfs-weight, as the server's flag",
+    )
     parser.add_argument("--max-running-requests", type=int, default=1024)
     parser.add_argument("--disable-radix-cache", action="store_true")
     defaults = MigrationArgs()
@@ -179,6 +185,7 @@ def scheduling_of(options: argparse.Namespace) -> SchedulingArgs:
     return SchedulingArgs(
         page_size=options.page_size,
         schedule_policy=options.schedule_policy,
+        max_overtakes=options.max_overtakes,
         max_running_requests=options.max_running_requests,
         radix_cache=not options.disable_radix_cache,
         extra_steps_in_flight=options.extra_steps_in_flight,

@@ -31,6 +31,7 @@ def random_args(rng: Random) -> PipelineArgs:
         scheduling=SchedulingArgs(
             page_size=rng.choice((1, 2, 4)),
             schedule_policy=rng.choice(SCHEDULE_POLICIES),
+            max_overtakes=rng.choice((0, 1, 3, 128)),
             max_running_requests=rng.choice((2, 5, 64)),
             max_queued_requests=rng.choice((None, None, 3)),
             radix_cache=rng.random() < 0.8,

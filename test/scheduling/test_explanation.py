@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pipelines import FakePipeline, make_request, new_pipeline
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import SCHEDULE_POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import RequestState
 from sgl_pipeline.scheduling import Explanation
 
@@ -13,7 +13,7 @@ PAGE_SIZE = 4
 
 
 def pipeline_of(
-    *, num_pages: int = 64, num_stages: int = 2, policy: str = "sarathi", **options: int
+    *, num_pages: int = 64, num_stages: int = 2, policy: str = "sarathi", **options: int | str
 ) -> FakePipeline:
     args = SchedulingArgs(page_size=PAGE_SIZE, **options)  # type: ignore[arg-type]
     throttle = ThrottleArgs(policy=policy, max_prefill_tokens=8, min_prefill_tokens=1)
@@ -49,6 +49,21 @@ def test_priorities_count_in_who_is_ahead() -> None:
     pipeline.scheduler.add(make_request("high", [2], 4, priority=5))
     assert explain(pipeline, "low").behind == "high"
     assert explain(pipeline, "high").rule == "budget"
+
+
+def test_a_longer_cached_prefix_is_named_as_the_reason() -> None:
+    pipeline = pipeline_of(schedule_policy="lpm")
+    pipeline.scheduler.add(make_request("a", [1] * 8 + [2], 1))
+    pipeline.drain()
+    pipeline.scheduler.add(make_request("cold", [3] * 9, 4))
+    pipeline.scheduler.add(make_request("warm", [1] * 8 + [4], 4))
+    found = explain(pipeline, "cold")
+    assert (found.rule, found.behind, found.num_ahead) == ("order", "warm", 1)
+    assert found.text == (
+        "1 waiting request comes first; request warm has a longer cached prefix (8 tokens, this "
+        "one 0)"
+    )
+    assert explain(pipeline, "warm").rule == "budget"
 
 
 def test_a_step_in_the_pipeline_is_waited_for() -> None:
@@ -189,11 +204,16 @@ def test_below_the_threshold_the_pause_of_prefill_is_the_bound(policy: str) -> N
     num_steps=st.integers(0, 4),
     num_shown=st.integers(1, 12),
     is_paused=st.booleans(),
+    schedule_policy=st.sampled_from(SCHEDULE_POLICIES),
 )
 def test_the_whole_queue_is_explained_as_each_request_by_itself(
-    prompts: list[tuple[int, int, int]], num_steps: int, num_shown: int, is_paused: bool
+    prompts: list[tuple[int, int, int]],
+    num_steps: int,
+    num_shown: int,
+    is_paused: bool,
+    schedule_policy: str,
 ) -> None:
-    pipeline = pipeline_of(num_pages=12, max_running_requests=3)
+    pipeline = pipeline_of(num_pages=12, max_running_requests=3, schedule_policy=schedule_policy)
     for number, (length, beginning, priority) in enumerate(prompts):
         prompt = [beginning] * length + [number + 2]
         pipeline.scheduler.add(make_request(str(number), prompt, 6, priority=priority))
@@ -205,6 +225,6 @@ def test_the_whole_queue_is_explained_as_each_request_by_itself(
     if is_paused:
         pipeline.scheduler.pausing.pause(retract=False)
     waiting = [r for r in pipeline.scheduler.requests() if r.state is RequestState.WAITING]
-    waiting.sort(key=lambda request: request.order)
+    waiting = pipeline.scheduler._waiting._order.ranked(waiting)
     expected = [(one, explain(pipeline, one.request_id)) for one in waiting[:num_shown]]
     assert pipeline.scheduler.explain_queue(num_shown) == expected

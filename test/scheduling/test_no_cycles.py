@@ -2,16 +2,18 @@
 
 import gc
 
+import pytest
 from support.pipelines import make_request, new_scheduler
 
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.args import SCHEDULE_POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import FinishReason
 
 
-def test_serving_leaves_no_cyclic_garbage() -> None:
+@pytest.mark.parametrize("schedule_policy", SCHEDULE_POLICIES)
+def test_serving_leaves_no_cyclic_garbage(schedule_policy: str) -> None:
     """The scheduler process puts off full collections because of this (front/garbage.py)."""
     scheduler = new_scheduler(
-        SchedulingArgs(page_size=2, max_running_requests=8),
+        SchedulingArgs(page_size=2, max_running_requests=8, schedule_policy=schedule_policy),
         ThrottleArgs(policy="sarathi"),
         num_pages=60,
         num_stages=1,

@@ -9,12 +9,12 @@ PAGE_SIZE = 4
 PREFIX = [5] * 16
 
 
-def pipeline_of(max_prefill_tokens: int = 8) -> FakePipeline:
+def pipeline_of(max_prefill_tokens: int = 8, schedule_policy: str = "fcfs") -> FakePipeline:
     throttle = ThrottleArgs(
         policy="sarathi", max_prefill_tokens=max_prefill_tokens, min_prefill_tokens=1
     )
     return new_pipeline(
-        SchedulingArgs(page_size=PAGE_SIZE),
+        SchedulingArgs(page_size=PAGE_SIZE, schedule_policy=schedule_policy),
         throttle,
         num_pages=64,
         num_stages=2,
@@ -60,6 +60,29 @@ def test_what_a_running_request_computes_is_its_own_and_what_is_cached_nobodys()
             break
     pipeline.scheduler.add(make_request("c", [*PREFIX, 4, 4, 4]))
     assert outlook(pipeline, "c").own.prefill_tokens == 3
+
+
+def test_a_longer_cached_prefix_is_ahead_though_it_came_later() -> None:
+    pipeline = pipeline_of(schedule_policy="lpm")
+    pipeline.scheduler.add(make_request("warm", [*PREFIX, 1, 1], 1))
+    pipeline.drain()
+    pipeline.scheduler.add(make_request("running", [4] * 18, 9))
+    pipeline.schedule()
+    pipeline.scheduler.add(make_request("cold", [3] * 6))
+    pipeline.scheduler.add(make_request("hit", [*PREFIX, 2, 2, 2, 2, 2]))
+    found = outlook(pipeline, "cold")
+    assert [one.request.request_id for one in found.waiting] == ["hit", "cold"]
+    assert [one.prefill_tokens for one in found.waiting] == [5, 6]
+    # The running prefill has ten of its tokens left.
+    assert (found.tokens_ahead, outlook(pipeline, "hit").tokens_ahead) == (15, 10)
+
+
+def test_a_running_prefill_is_before_a_waiting_request_of_higher_priority() -> None:
+    pipeline = pipeline_of()
+    pipeline.scheduler.add(make_request("running", [4] * 18, 9))
+    pipeline.schedule()
+    pipeline.scheduler.add(make_request("urgent", [3] * 6, priority=1))
+    assert outlook(pipeline, "urgent").tokens_ahead == 10
 
 
 def test_decodes_come_in_their_turn_and_those_in_flight_last() -> None:

@@ -106,5 +106,5 @@ def test_outputs_do_not_depend_on_the_order(
 
 
 def test_another_policy_is_refused_in_words_of_the_flag() -> None:
-    with pytest.raises(ConfigurationError, match=r"--schedule-policy 'lpm' .*fcfs, lof"):
-        SchedulingArgs(schedule_policy="lpm")
+    with pytest.raises(ConfigurationError, match=r"--schedule-policy 'random' .*fcfs, lof, lpm"):
+        SchedulingArgs(schedule_policy="random")

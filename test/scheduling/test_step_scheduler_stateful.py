@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         accounting=st.sampled_from(list(ACCOUNTINGS)),
         schedule_policy=st.sampled_from(SCHEDULE_POLICIES),
+        max_overtakes=st.sampled_from([0, 1, 4, 128]),
         duplicate_prefills=st.booleans(),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         max_running=st.sampled_from([1, 3, 16]),
@@ -68,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         accounting: str,
         schedule_policy: str,
+        max_overtakes: int,
         duplicate_prefills: bool,
         max_prefill_tokens: int,
         max_running: int,
@@ -93,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         args = SchedulingArgs(
             page_size=page_size,
             schedule_policy=schedule_policy,
+            max_overtakes=max_overtakes,
             max_running_requests=max_running,
             max_queued_requests=max_queued,
             max_decodes_per_step=max_decodes,
@@ -217,6 +220,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def pages_are_conserved(self) -> None:
         self.scheduler.check_invariants()
+
+    @invariant()
+    def the_first_that_may_be_served_is_first(self) -> None:
+        queue = self.scheduler._waiting
+        passed_over = queue._parked | queue._held
+        servable = [one for one in queue._paths if one not in passed_over]
+        assert queue._order.first() is next(iter(queue._order.ranked(servable)), None)
 
     def teardown(self) -> None:
         if not hasattr(self, "pipeline"):
