@@ -50,7 +50,7 @@ def read_tenant_weights(text: str) -> dict[str, float]:
         raise ConfigurationError(f"{place} is no JSON: {error}") from error
     require(
         isinstance(weights, dict),
-        f"{place} must be an object of names and weights, as {{\"alice\": 3}}",
+        f'{place} must be an object of names and weights, as {{"alice": 3}}',
     )
     for name, weight in weights.items():
         require(

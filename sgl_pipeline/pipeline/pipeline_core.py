@@ -385,7 +385,7 @@ class PipelineCore:
         rooms: RoomsState | None = None,
     ) -> PipelineState:
         """A snapshot; `compiling_requests` counts the requests that the driver holds back for now,
-        `recoveries` come from its `StageRecovery`, `tier` from its store, `rooms` from its peers."""
+        `recoveries` come from its `StageRecovery`, `tier` from its store, `rooms` of its peers."""
         scheduler, history = self.scheduler, self.history
         log = scheduler.lost_pages.log
         slowdowns = dict(enumerate(self.slow_stages.slowdowns))

@@ -38,9 +38,7 @@ class FairOrder:
         own_order: makes the order of the requests of one tenant and one priority.
     """
 
-    def __init__(
-        self, tenants: Tenants, own_order: Callable[[], QueueOrder] = FixedOrder
-    ) -> None:
+    def __init__(self, tenants: Tenants, own_order: Callable[[], QueueOrder] = FixedOrder) -> None:
         self._tenants = tenants
         self._own_order = own_order
         self._flow_of: dict[Request, _Flow] = {}

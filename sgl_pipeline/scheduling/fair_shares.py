@@ -55,9 +55,7 @@ class FairShares:
 
     def first_running(self, prefilling: Iterable[Request]) -> Request | None:
         """The prefill that goes on first."""
-        return min(
-            prefilling, key=lambda one: self.order.rank(one, is_waiting=False), default=None
-        )
+        return min(prefilling, key=lambda one: self.order.rank(one, is_waiting=False), default=None)
 
     def goes_first(self, head: Request, running: Request | None) -> bool:
         """True if `head`, the first that waits, comes before `running`, the first that runs."""

@@ -74,9 +74,7 @@ class FairVictims:
         for one in self._idle(request):
             if one.order[0] != request.order[0] or one.tenant == request.tenant:
                 gives = one.order > request.order
-            elif is_below and holdings[one.tenant].keeps_shares_without(
-                one, counts_places=False
-            ):
+            elif is_below and holdings[one.tenant].keeps_shares_without(one, counts_places=False):
                 gives = True
             else:
                 other = holdings[one.tenant]

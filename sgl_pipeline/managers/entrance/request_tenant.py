@@ -1,8 +1,8 @@
 """Tells whose request one is, by `--fair-shares-by`.
 
-The name travels in SGLang's `routing_key`, which says to its scheduler whose request it is ("routing
-key for routing-key schedule policy"), in place of what a client's header may have put there. A key
-is never a name: its hash is.
+The name travels in SGLang's `routing_key`, which says to its scheduler whose request it is
+("routing key for routing-key schedule policy"), in place of what a client's header may have put
+there. A key is never a name: its hash is.
 """
 
 import hashlib

@@ -9,7 +9,6 @@ import { Lanes } from "./lanes.js";
 import { byId, duration, figure } from "./look.js";
 import { Model } from "./model.js";
 import { Panels } from "./panels.js";
-import { Tenants } from "./tenants.js";
 
 const PANEL_MS = 500;
 const FRAME_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 500 : 60;
@@ -20,7 +19,6 @@ const charts = new Charts(model);
 const panels = new Panels(model);
 const chat = new Chat(model, lanes, drawLanes);
 const knobs = new Knobs(model);
-const tenants = new Tenants();
 let droppedEvents = 0;
 
 function drawLanes() {
@@ -46,7 +44,6 @@ function frame(now) {
 function updatePanels() {
   if (document.hidden) return;
   panels.update();
-  tenants.update(model.tick);
   charts.update();
   chat.update();
 }
