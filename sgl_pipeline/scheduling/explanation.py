@@ -196,8 +196,8 @@ class RequestExplainer:
             text += self._behind_share(request)
             return _explanation(request, "pages", text)
         text = (
-            f"it is first in the queue; a step may prefill {budget.prefill_text}, running prefills "
-            "first"
+            f"it is first in the queue; a step may prefill {budget.prefill_text}, "
+            f"{'running prefills' if self._shares is None else self._prefill_order} first"
         )
         return _explanation(request, "budget", text)
 

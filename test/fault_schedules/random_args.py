@@ -68,11 +68,10 @@ def random_args(rng: Random) -> PipelineArgs:
 
 
 def _own_choice(rng: Random) -> Random:
-    """One that draws what comes next, and takes nothing from `rng`: all other draws of a seed stay
-    what they are."""
-    own = Random()
-    own.setstate(rng.getstate())
-    return own
+    """One that takes nothing from `rng`: all other draws of a seed stay what they are."""
+    same = Random()
+    same.setstate(rng.getstate())
+    return Random(same.getrandbits(64))
 
 
 def random_rules(rng: Random) -> TierRules:

@@ -105,8 +105,8 @@ def _fair_shares_by(options: argparse.Namespace) -> str | None:
     if by == API_KEY and options.api_key:
         raise ConfigurationError(
             f"--fair-shares-by {API_KEY} tells tenants by the keys that they present, and "
-            "--api-key lets only one pass; leave out --api-key where a gateway checks the keys, or use "
-            "--fair-shares-by user or header:NAME"
+            "--api-key lets only one pass; leave out --api-key where a gateway checks the keys, or "
+            "use --fair-shares-by user or header:NAME"
         )
     return by
 
