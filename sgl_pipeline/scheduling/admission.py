@@ -151,8 +151,7 @@ class Admission:
             self._preemption.retract(victim)
 
     def _make_room_by_shares(self, shares: FairShares) -> None:
-        """Retracts requests of tenants above their share for the head of the queue, whose tenant is
-        within its own."""
+        """Retracts requests of tenants that have and had more for the head of the queue."""
         head = self._waiting.head()
         if head is not None and not self._could_admit(head):
             for victim in shares.victims.for_head(head):

@@ -1,20 +1,20 @@
-"""Who gives pages and places up, where several tenants share them.
+"""Decides who gives pages and places up, where several tenants share them.
 
-A tenant's share of the pages and of the places (`--max-running-requests`) is by its weight among
-the tenants that run or wait. Inside one priority:
+What a tenant holds is counted by weight: its running requests (of `--max-running-requests` places)
+and their pages. Inside one priority:
 
-- Whoever holds more than his share gives to one who holds less, whatever came first, but never so
-  much that he is left with less than his share. So an exchange is never undone, and no tenant
-  loses the only request that it runs.
+- A tenant takes from another one that still holds as much as the taker afterwards, whatever came
+  first, but not the first request that it runs. So each exchange makes them more equal and is never
+  undone, and the first request of each tenant goes on.
 - Else, and inside one tenant, the later request in `Request.order` gives to the earlier one, but
-  not from a tenant within its share to one above.
+  not if its tenant holds less than the other.
 
 Each request that is retracted pays for a token of the request that takes its pages, or lets one
 begin; where nothing can run, `Preemption.retract_last` follows `Request.order` alone. So there is
 no deadlock and no livelock.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgl_pipeline.requests import Request
@@ -26,22 +26,21 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(slots=True)
 class _Holding:
-    """What one tenant holds now, and its shares; pages of a prefix that several requests use count
-    for each."""
+    """What one tenant holds now; pages of a prefix that several requests use count for each.
+    `first` is the first in order of its running requests."""
 
-    num_requests: int
-    num_pages: int
-    share_requests: float
-    share_pages: float
+    weight: float
+    first: Request | None = None
+    num_requests: int = 0
+    num_pages: int = 0
 
-    def keeps_shares_without(self, request: Request, *, counts_places: bool) -> bool:
-        """True if the tenant still runs anything without `request`, and has its share of the pages,
-        and of the places where these are wanted."""
-        return (
-            self.num_requests > 1
-            and self.num_pages - len(request.pages) >= self.share_pages
-            and (not counts_places or self.num_requests - 1 >= self.share_requests)
-        )
+    def places(self, change: int = 0) -> float:
+        """Its running requests by weight, with `change` more."""
+        return (self.num_requests + change) / self.weight
+
+    def pages(self, change: int = 0) -> float:
+        """Its pages by weight, with `change` more."""
+        return (self.num_pages + change) / self.weight
 
 
 class FairVictims:
@@ -67,39 +66,32 @@ class FairVictims:
 
     def last_behind(self, request: Request) -> Request | None:
         """The running request that gives pages to `request`, which runs and needs one more."""
-        holdings = self._holdings(request)
-        own = holdings[request.tenant]
-        is_below = own.num_pages + 1 <= own.share_pages
+        holdings = self._holdings()
+        will_hold = holdings[request.tenant].pages(1)
         behind = []
         for one in self._idle(request):
-            if one.order[0] != request.order[0] or one.tenant == request.tenant:
-                gives = one.order > request.order
-            elif is_below and holdings[one.tenant].keeps_shares_without(one, counts_places=False):
-                gives = True
-            else:
+            gives = one.order > request.order
+            if one.order[0] == request.order[0] and one.tenant != request.tenant:
                 other = holdings[one.tenant]
-                is_protected = other.num_pages <= other.share_pages and not is_below
-                gives = one.order > request.order and not is_protected
+                keeps_as_much = other.pages(-len(one.pages)) >= will_hold
+                gives = (keeps_as_much and one is not other.first) or (
+                    gives and other.pages() >= will_hold
+                )
             if gives:
                 behind.append(one)
-        return max(behind, key=lambda one: self._place(one, holdings), default=None)
+        return max(behind, key=lambda one: _place(one, holdings), default=None)
 
     def for_head(self, head: Request) -> list[Request]:
         """The running requests that must give up their places and pages so that `head`, the first
-        that waits, can begin; empty if it has no right to them, or all together would not do.
+        that waits, can begin; empty if it may not have them, or all together would not do.
 
         Only tenants that have had more service by weight than that of `head` give.
         """
-        holdings = self._holdings(head)
-        if len(holdings) == 1:
+        holdings = self._holdings()
+        own = holdings.pop(head.tenant, _Holding(self._tenants.weight_of(head.tenant)))
+        if not holdings:
             return []
-        own = holdings[head.tenant]
         num_pages = self._pages.missing_pages(head, self._waiting.path_of(head))
-        begins = own.num_requests == 0
-        if not begins and own.num_requests + 1 > own.share_requests:
-            return []
-        if not begins and own.num_pages + num_pages > own.share_pages:
-            return []
         missing_pages = num_pages + self._running.num_growing - self._pages.num_available
         missing_places = len(self._running) + 1 - self._max_running_requests
         level = self._tenants.get(head.tenant).level
@@ -107,35 +99,28 @@ class FairVictims:
             one
             for one in self._idle(head)
             if one.tenant != head.tenant
+            and one is not holdings[one.tenant].first
             and one.order[0] >= head.order[0]
             and self._tenants.get(one.tenant).level > level
         ]
         victims: list[Request] = []
         while missing_pages > 0 or missing_places > 0:
-            counts_places = missing_places > 0
             able = [
                 one
                 for one in givers
-                if holdings[one.tenant].keeps_shares_without(one, counts_places=counts_places)
+                if holdings[one.tenant].pages(-len(one.pages)) >= own.pages(num_pages)
+                and (missing_places <= 0 or holdings[one.tenant].places(-1) >= own.places(1))
             ]
             if not able:
                 return []
-            victim = max(able, key=lambda one: self._place(one, holdings))
+            victim = max(able, key=lambda one: _place(one, holdings))
             givers.remove(victim)
             victims.append(victim)
-            other = holdings[victim.tenant]
-            other.num_requests -= 1
-            other.num_pages -= len(victim.pages)
+            holdings[victim.tenant].num_requests -= 1
+            holdings[victim.tenant].num_pages -= len(victim.pages)
             missing_pages -= len(victim.pages) + 1  # and the page that is kept for its growth
             missing_places -= 1
         return victims
-
-    def _place(
-        self, request: Request, holdings: dict[str, _Holding]
-    ) -> tuple[int, bool, tuple[int, int, int]]:
-        """The order in which requests give, the highest first."""
-        holding = holdings[request.tenant]
-        return request.order[0], holding.num_pages > holding.share_pages, request.order
 
     def _idle(self, request: Request) -> Iterator[Request]:
         """The others that run, have no step in flight, and no lease: the single page of one with a
@@ -146,26 +131,24 @@ class FairVictims:
             if not one.steps_in_flight and one.lease is None and one is not request
         )
 
-    def _holdings(self, request: Request) -> dict[str, _Holding]:
-        """Of all tenants that run or wait, and that of `request`."""
-        names = {request.tenant, *(one.name for one in self._tenants.backlogged)}
-        names.update(one.tenant for one in self._running)
-        holdings = self._with_shares(names)
+    def _holdings(self) -> dict[str, _Holding]:
+        """What each tenant holds that runs anything."""
+        holdings: dict[str, _Holding] = {}
         for one in self._running:
-            holding = holdings[one.tenant]
+            holding = holdings.get(one.tenant)
+            if holding is None:
+                weight = self._tenants.weight_of(one.tenant)
+                holding = holdings[one.tenant] = _Holding(weight)
             holding.num_requests += 1
             holding.num_pages += len(one.pages)
+            if holding.first is None or one.order < holding.first.order:
+                holding.first = one
         return holdings
 
-    def _with_shares(self, names: Iterable[str]) -> dict[str, _Holding]:
-        weights = {name: self._tenants.weight_of(name) for name in names}
-        in_all = sum(weights.values())
-        return {
-            name: _Holding(
-                0,
-                0,
-                self._max_running_requests * weight / in_all,
-                self._pages.num_pages * weight / in_all,
-            )
-            for name, weight in weights.items()
-        }
+
+def _place(
+    request: Request, holdings: dict[str, _Holding]
+) -> tuple[int, float, tuple[int, int, int]]:
+    """The order in which requests give, the highest first: of the lowest priority, of the tenant
+    that holds most, the last."""
+    return request.order[0], holdings[request.tenant].pages(), request.order

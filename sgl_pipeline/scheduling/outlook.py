@@ -57,8 +57,8 @@ class Outlook:
     @property
     def tokens_ahead(self) -> int:
         """Prompt tokens to be scheduled before the first token of `request`."""
-        demands = (*self.prefilling, *self.waiting)
-        before = (one for one in demands if one.request.order < self.request.order)
+        before = [one for one in self.prefilling if one.request.order < self.request.order]
+        before += [one for one in self.waiting if one.request is not self.request]
         return sum(one.prefill_tokens for one in before)
 
     @property
