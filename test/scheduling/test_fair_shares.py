@@ -15,7 +15,7 @@ from support.pipelines import FakePipeline, make_request, new_pipeline, output_w
 
 from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
-from sgl_pipeline.requests import FinishReason, Request, RequestState
+from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling.step_service import service_of
 
 WEIGHTS = {"a": 1.0, "b": 3.0}
@@ -259,21 +259,22 @@ def test_explain_says_who_is_ahead_and_who_behind() -> None:
     for _ in range(6):
         pipeline.fill()
         pipeline.complete()
-    pipeline.scheduler.abort("a0", FinishReason("abort"))
     add(pipeline, "b0", 10, 5, "bob")
     add(pipeline, "b1", 10, 5, "bob")
-    behind = pipeline.scheduler.explain("b1")
-    assert behind is not None and behind.rule == "order"
     pipeline.fill()
-    last = pipeline.scheduler.explain("a5")
-    assert last is not None and last.rule in ("share", "order")
-    add(pipeline, "c0", 10, 5, "carol")
-    first = pipeline.scheduler.explain("c0")
-    assert first is not None
-    ahead = pipeline.scheduler.explain("a5")
-    assert ahead is not None and ahead.rule == "share"
-    assert "tenant 'alice' is ahead of its share: by weight it has had " in ahead.text
-    assert "tokens more than 'carol', which is next" in ahead.text
+    ahead, first, second = (pipeline.scheduler.explain(name) for name in ("a5", "b0", "b1"))
+    assert ahead is not None and first is not None and second is not None
+    assert (ahead.rule, ahead.num_ahead) == ("share", 5)
+    assert ahead.text == (
+        "5 waiting requests come first; tenant 'alice' is ahead of its share: by weight it has had "
+        "2 tokens more than 'bob', which is next"
+    )
+    assert first.rule == "running-limit"
+    assert first.text.endswith(
+        "; tenant 'bob' is behind its share: by weight 'alice', whose requests run, has had 2 "
+        "tokens more"
+    )
+    assert second.rule == "order", "its own tenant's, and those of one that has had more"
 
 
 def test_the_state_names_tenants_and_their_shares() -> None:
