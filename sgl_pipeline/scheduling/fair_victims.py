@@ -85,7 +85,7 @@ class FairVictims:
         """The running requests that must give up their places and pages so that `head`, the first
         that waits, can begin; empty if it may not have them, or all together would not do.
 
-        Only tenants that have had more service by weight than that of `head` give.
+        Only tenants whose turn is after that of the tenant of `head` give.
         """
         holdings = self._holdings()
         own = holdings.pop(head.tenant, _Holding(self._tenants.weight_of(head.tenant)))
@@ -94,14 +94,14 @@ class FairVictims:
         num_pages = self._pages.missing_pages(head, self._waiting.path_of(head))
         missing_pages = num_pages + self._running.num_growing - self._pages.num_available
         missing_places = len(self._running) + 1 - self._max_running_requests
-        level = self._tenants.get(head.tenant).level
+        rank = self._tenants.get(head.tenant).rank
         givers = [
             one
             for one in self._idle(head)
             if one.tenant != head.tenant
             and one is not holdings[one.tenant].first
             and one.order[0] >= head.order[0]
-            and self._tenants.get(one.tenant).level > level
+            and self._tenants.get(one.tenant).rank > rank
         ]
         victims: list[Request] = []
         while missing_pages > 0 or missing_places > 0:
