@@ -190,6 +190,4 @@ class Tenants:
             self._entry_level = max(self._entry_level, highest)
         while (tenant := self._others.first()) is not None and tenant.level <= self._entry_level:
             self._others.discard(tenant)
-            if tenant in self._expected:
-                self._expected.remove(tenant)
             del self._known[tenant.name]
