@@ -152,10 +152,11 @@ class Admission:
 
     def _make_room_by_shares(self, shares: FairShares) -> None:
         """Retracts requests of tenants that have and had more for the head of the queue."""
-        head = self._waiting.head()
-        if head is not None and not self._could_admit(head):
-            for victim in shares.victims.for_head(head):
-                self._preemption.retract(victim)
+        head, victims = self._waiting.head(), shares.victims
+        if head is None or not victims.runs_another(head) or self._could_admit(head):
+            return
+        for victim in victims.for_head(head):
+            self._preemption.retract(victim)
 
     @property
     def _must_wait_for_readers(self) -> bool:

@@ -81,6 +81,10 @@ class FairVictims:
                 behind.append(one)
         return max(behind, key=lambda one: _place(one, holdings), default=None)
 
+    def runs_another(self, head: Request) -> bool:
+        """True if a request of another tenant than that of `head` runs."""
+        return any(one.tenant != head.tenant for one in self._running)
+
     def for_head(self, head: Request) -> list[Request]:
         """The running requests that must give up their places and pages so that `head`, the first
         that waits, can begin; empty if it may not have them, or all together would not do.
@@ -89,8 +93,6 @@ class FairVictims:
         """
         holdings = self._holdings()
         own = holdings.pop(head.tenant, _Holding(self._tenants.weight_of(head.tenant)))
-        if not holdings:
-            return []
         num_pages = self._pages.missing_pages(head, self._waiting.path_of(head))
         missing_pages = num_pages + self._running.num_growing - self._pages.num_available
         missing_places = len(self._running) + 1 - self._max_running_requests
