@@ -11,8 +11,8 @@ from sgl_pipeline.scheduling.least_first import LeastFirst
 from sgl_pipeline.scheduling.queue_order import FixedOrder, QueueOrder
 from sgl_pipeline.scheduling.tenants import Tenant, Tenants
 
-# Compares requests of different tenants, which wait or run; the lower is served sooner.
-Rank = tuple[int, float, int, bool, tuple[int, int, int]]
+# Compares requests, which wait or run; the lower is served sooner.
+Rank = tuple[int, float, int, tuple[int, int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +83,9 @@ class FairOrder:
         flow = self._least.first()
         return None if flow is None else flow.order.first()
 
-    def rank(self, request: Request, *, is_waiting: bool) -> Rank:
-        """The place of `request` among those of all tenants: of one tenant, those that run come
-        before those that wait."""
-        level, last_served = self._tenants.get(request.tenant).rank
-        return (-request.priority, level, last_served, is_waiting, request.order)
+    def rank(self, request: Request) -> Rank:
+        """The place of `request` among those of all tenants."""
+        return (-request.priority, *self._tenants.get(request.tenant).rank, request.order)
 
     def ranked(self, requests: Iterable[Request]) -> list[Request]:
         """`requests`, waiting ones that may be served or not, in the order in which they would be

@@ -55,14 +55,16 @@ class FairShares:
 
     def first_running(self, prefilling: Iterable[Request]) -> Request | None:
         """The prefill that goes on first."""
-        return min(prefilling, key=lambda one: self.order.rank(one, is_waiting=False), default=None)
+        return min(prefilling, key=self.order.rank, default=None)
 
     def goes_first(self, head: Request, running: Request | None) -> bool:
-        """True if `head`, the first that waits, comes before `running`, the first that runs."""
+        """True if `head`, the first that waits, comes before `running`, the first that runs. Of one
+        tenant, prompts that run come first, as without shares."""
         if running is None:
             return True
-        head_rank = self.order.rank(head, is_waiting=True)
-        return head_rank < self.order.rank(running, is_waiting=False)
+        if head.tenant == running.tenant:
+            return False
+        return self.order.rank(head) < self.order.rank(running)
 
     def expect(self, request: Request, start: int) -> None:
         """The step that is being put together has a chunk of `request` from position `start`, if

@@ -89,12 +89,12 @@ class StepScheduler:
         storage = RadixStorage(tree, demand)
         self._pages = RequestPages(PagePool(num_pages), storage, demand)
         self.shares = shares = FairShares.of(args)
-        order = shares and shares.order
+        order = None if shares is None else shares.order
         self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills, order=order)
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
         parts = self._waiting, self._running, self._pages
-        victims = shares and shares.share_out(*parts)
+        victims = None if shares is None else shares.share_out(*parts)
         self._preemption = Preemption(self._running, self._waiting, self._pages, victims)
         self.pausing = Pausing(self._running, self._preemption)
         self.tier = KvTier(tree, demand, storage, self._pages, self._waiting, self._running, log)

@@ -5,15 +5,17 @@ The waiting tenant with the least virtual time is served next. Virtual times are
 is lifted as in WF2Q+ (Bennett and Zhang, 1996):
 
 - A tenant is backlogged while a request of it waits and may be served. One that becomes backlogged
-  is lifted to the entry level, so that it cannot save up what it did not ask for.
-- The entry level is at least the least virtual time of the backlogged tenants. It also rises with
-  all service, at half the rate at which the backlogged tenants rise together: then any number of
-  newcomers, each of which is first when it comes, cannot keep an older tenant from its turn.
-- When no tenant is backlogged, each has had what it asked for: the entry level rises to the highest
-  virtual time, and nothing is owed.
+  is lifted to the entry level, so that of what it did not ask for it can save up a burst at most:
+  a tenant that asks for less than its share then need not wait although its requests come unevenly.
+- The entry level is a burst below the system's virtual time. That is at least the least virtual
+  time of the backlogged tenants. It also rises with all service, at half the rate at which the
+  backlogged tenants rise together: then any number of newcomers, each of which is first when it
+  comes, cannot keep an older tenant from its turn.
+- When no tenant is backlogged, each has had what it asked for: the system's virtual time rises to
+  the highest of them, and no more than a burst is owed.
 
-So of two tenants that are backlogged for a while, the service by weight differs by no more than
-what the requests that one of them had running can still take. A tenant whose virtual time the entry
+So of two tenants that are backlogged for a while, the service by weight differs by no more than a
+burst and what the requests that one of them had running can still take. A tenant whose virtual time the entry
 level has reached is forgotten: it would be lifted to it anyway.
 """
 
@@ -28,6 +30,9 @@ from sgl_pipeline.scheduling.tenant_totals import TenantTotals
 from sgl_pipeline.step_work import StepTimes, StepWork
 
 DEFAULT_WEIGHT = 1.0
+# By weight; the second is in force while step times are not known.
+BURST_MS = 1000.0
+BURST_TOKENS = 2048.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +67,15 @@ class Tenants:
 
     Args:
         weights: of the tenants by name; `DEFAULT_WEIGHT` for any other.
+        burst_ms, burst_tokens: what a tenant can save up, in either unit.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        burst_ms: float = BURST_MS,
+        burst_tokens: float = BURST_TOKENS,
+    ) -> None:
         self.on_moved: Callable[[Tenant], None] = lambda tenant: None
         self.totals = TenantTotals(weights)
         self._weights = dict(weights)
@@ -72,7 +83,8 @@ class Tenants:
         self._backlogged: LeastFirst[Tenant] = LeastFirst(lambda one: (one.level,))
         self._others: LeastFirst[Tenant] = LeastFirst(lambda one: (one.level,))
         self._backlogged_weight = 0.0
-        self._entry_level = 0.0
+        self._burst_ms, self._burst_tokens = burst_ms, burst_tokens
+        self._system_time = 0.0
         self._num_steps = 0
         self._expected: list[Tenant] = []
         self._times: StepTimes | None = None
@@ -92,6 +104,11 @@ class Tenants:
         """The tenants of which a request waits and may be served."""
         return tuple(self._backlogged)
 
+    @property
+    def _entry_level(self) -> float:
+        burst = self._burst_tokens if self._times is None else self._burst_ms
+        return self._system_time - burst
+
     def weight_of(self, name: str) -> float:
         return self._weights.get(name, DEFAULT_WEIGHT)
 
@@ -104,7 +121,7 @@ class Tenants:
         """A request of the tenant waits from now on, and may be served."""
         tenant = self._known.get(name)
         if tenant is None or not tenant.num_waiting:
-            self._raise_entry_level()
+            self._raise_system_time()
             # It may have been forgotten just now.
             tenant = self._remember(name)
             if tenant.virtual_time < self._entry_level:
@@ -156,13 +173,13 @@ class Tenants:
         for tenant in moved:
             self._moved(tenant)
         if self._backlogged_weight:
-            self._entry_level += 0.5 * sum(services.values()) / self._backlogged_weight
+            self._system_time += 0.5 * sum(services.values()) / self._backlogged_weight
 
     def _use(self, times: StepTimes | None) -> None:
         """Counts by `times` from now on. In another unit all begin anew: what was owed in the old
         one is forgotten."""
         if (times is None) != (self._times is None):
-            self._entry_level = 0.0
+            self._system_time = 0.0
             self.totals.begin_anew()
             for tenant in tuple(self._known.values()):
                 tenant.virtual_time = tenant.expected = 0.0
@@ -181,13 +198,13 @@ class Tenants:
         self._others.moved(tenant)
         self.on_moved(tenant)
 
-    def _raise_entry_level(self) -> None:
+    def _raise_system_time(self) -> None:
         least = self._backlogged.first()
         if least is not None:
-            self._entry_level = max(self._entry_level, least.level)
+            self._system_time = max(self._system_time, least.level)
         elif self._known:
             highest = max(one.level for one in self._known.values())
-            self._entry_level = max(self._entry_level, highest)
+            self._system_time = max(self._system_time, highest)
         while (tenant := self._others.first()) is not None and tenant.level <= self._entry_level:
             self._others.discard(tenant)
             del self._known[tenant.name]

@@ -15,12 +15,16 @@ def serve(tenants: Tenants, name: str, tokens: int) -> None:
     tenants.charge(chunks, work_of(chunks), None)
 
 
+def without_burst(weights: dict[str, float] | None = None) -> Tenants:
+    return Tenants(weights or {}, burst_ms=0.0, burst_tokens=0.0)
+
+
 def waits(tenants: Tenants, name: str) -> Tenant:
     return tenants.begins_to_wait(name)
 
 
 def test_service_counts_by_weight() -> None:
-    tenants = Tenants({"heavy": 4.0})
+    tenants = without_burst({"heavy": 4.0})
     waits(tenants, "heavy")
     waits(tenants, "light")
     serve(tenants, "heavy", 100)
@@ -31,7 +35,7 @@ def test_service_counts_by_weight() -> None:
 
 
 def test_who_comes_back_is_lifted_to_the_least_that_waits() -> None:
-    tenants = Tenants({})
+    tenants = without_burst()
     waits(tenants, "flood")
     for _ in range(10):
         serve(tenants, "flood", 100)
@@ -41,7 +45,7 @@ def test_who_comes_back_is_lifted_to_the_least_that_waits() -> None:
 
 
 def test_who_waits_all_the_time_is_not_lifted() -> None:
-    tenants = Tenants({})
+    tenants = without_burst()
     waits(tenants, "a")
     waits(tenants, "b")
     serve(tenants, "a", 100)
@@ -49,7 +53,7 @@ def test_who_waits_all_the_time_is_not_lifted() -> None:
 
 
 def test_who_had_more_than_the_others_keeps_it() -> None:
-    tenants = Tenants({})
+    tenants = without_burst()
     waits(tenants, "a")
     b = waits(tenants, "b")
     serve(tenants, "b", 300)
@@ -59,7 +63,7 @@ def test_who_had_more_than_the_others_keeps_it() -> None:
 
 
 def test_when_none_waits_nothing_is_owed() -> None:
-    tenants = Tenants({})
+    tenants = without_burst()
     a = waits(tenants, "a")
     serve(tenants, "a", 500)
     tenants.ends_to_wait(a)
@@ -69,7 +73,7 @@ def test_when_none_waits_nothing_is_owed() -> None:
 
 
 def test_new_tenants_without_end_do_not_keep_an_old_one_from_its_turn() -> None:
-    tenants = Tenants({})
+    tenants = without_burst()
     old = waits(tenants, "old")
     served_old = 0
     waiting = [old]
@@ -86,7 +90,7 @@ def test_new_tenants_without_end_do_not_keep_an_old_one_from_its_turn() -> None:
 
 
 def test_idle_tenants_are_forgotten_once_nothing_is_owed() -> None:
-    tenants = Tenants({})
+    tenants = without_burst()
     waits(tenants, "flood")
     for number in range(2000):
         name = f"tenant {number}"
@@ -98,7 +102,7 @@ def test_idle_tenants_are_forgotten_once_nothing_is_owed() -> None:
 
 
 def test_a_lone_user_after_the_other_leaves_nothing_behind() -> None:
-    tenants = Tenants({})
+    tenants = without_burst()
     for number in range(500):
         once = waits(tenants, f"tenant {number}")
         tenants.ends_to_wait(once)
@@ -107,7 +111,7 @@ def test_a_lone_user_after_the_other_leaves_nothing_behind() -> None:
 
 
 def test_what_a_step_is_expected_to_add_counts_until_the_step_is_known() -> None:
-    tenants = Tenants({"a": 2.0})
+    tenants = without_burst({"a": 2.0})
     a = waits(tenants, "a")
     tenants.expect("a", 0, 30)
     assert (a.level, a.virtual_time) == (15.0, 0.0)
@@ -120,7 +124,7 @@ def test_in_another_unit_all_begin_anew() -> None:
         def step_ms(self, work: object) -> float:
             return 1.0
 
-    tenants = Tenants({})
+    tenants = without_burst()
     waits(tenants, "a")
     serve(tenants, "a", 100)
     assert tenants.unit == "tokens"
@@ -141,3 +145,22 @@ def test_a_bounded_number_of_tenants_is_counted_by_name() -> None:
     assert len(totals.service) == MOST_NAMED_TENANTS + 1
     assert totals.service["named"] == 7.0
     assert totals.service[OTHER_TENANTS] == 100.0 - (MOST_NAMED_TENANTS - 1)
+
+
+def test_who_asks_for_less_than_its_share_saves_up_a_burst_and_no_more() -> None:
+    tenants = Tenants({}, burst_tokens=100.0)
+    waits(tenants, "flood")
+    for _ in range(20):
+        serve(tenants, "flood", 50)
+    flood = tenants.get("flood")
+    late = waits(tenants, "late")
+    assert late.virtual_time == flood.virtual_time - 100.0
+    serve(tenants, "late", 60)
+    tenants.ends_to_wait(late)
+    again = waits(tenants, "late")
+    assert again is late and late.virtual_time == flood.virtual_time - 40.0
+    assert late.rank < flood.rank, "the rest of the burst is left"
+    tenants.ends_to_wait(late)
+    for _ in range(20):
+        serve(tenants, "flood", 50)
+    assert waits(tenants, "late").virtual_time == flood.virtual_time - 100.0
