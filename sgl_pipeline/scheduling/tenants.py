@@ -15,8 +15,8 @@ is lifted as in WF2Q+ (Bennett and Zhang, 1996):
   the highest of them, and no more than a burst is owed.
 
 So of two tenants that are backlogged for a while, the service by weight differs by no more than a
-burst and what the requests that one of them had running can still take. A tenant whose virtual time the entry
-level has reached is forgotten: it would be lifted to it anyway.
+burst and what the requests that one of them had running can still take. A tenant whose virtual time
+the entry level has reached is forgotten: it would be lifted to it anyway.
 """
 
 from collections.abc import Callable, Mapping, Sequence

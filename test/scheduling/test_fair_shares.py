@@ -264,8 +264,9 @@ def test_explain_says_who_is_ahead_and_who_behind() -> None:
     add(pipeline, "b0", 10, 5, "bob")
     add(pipeline, "b1", 10, 5, "bob")
     pipeline.fill()
-    ahead, first, second = (pipeline.scheduler.explain(name) for name in ("a5", "b0", "b1"))
-    assert ahead is not None and first is not None and second is not None
+    assert pipeline.scheduler.num_retractions == 1, "the newcomer has a place"
+    ahead, first = (pipeline.scheduler.explain(name) for name in ("a5", "b1"))
+    assert ahead is not None and first is not None
     assert (ahead.rule, ahead.num_ahead) == ("share", 5)
     assert re.fullmatch(
         "5 waiting requests come first; tenant 'alice' is ahead of its share: by weight it has had "
@@ -278,7 +279,6 @@ def test_explain_says_who_is_ahead_and_who_behind() -> None:
         r"\d+ tokens more$",
         first.text,
     )
-    assert second.rule == "order", "its own tenant's, and those of one that has had more"
 
 
 def test_the_state_names_tenants_and_their_shares() -> None:
