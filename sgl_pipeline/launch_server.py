@@ -201,8 +201,10 @@ def _run_upstream(
     """Runs upstream's server, with our scheduler and front, until it ends. A Ctrl-C that ends it
     sets `interrupted`."""
     from sgl_pipeline.managers.entrance.http_front import HttpTokenizerManager
+    from sgl_pipeline.managers.entrance.request_tenant import RequestTenants
     from sgl_pipeline.managers.reports.load_report import loads_path
 
+    by = args.scheduling.fair_shares_by
     tokenizer_manager = functools.partial(
         HttpTokenizerManager,
         loads_path=loads_path(run_directory.path),
@@ -211,6 +213,7 @@ def _run_upstream(
         on_interrupt=interrupted.set,
         before_listening=hooks.before_listening,
         before_closing=hooks.before_closing,
+        tenants=None if by is None else RequestTenants(by),
     )
 
     # Never look at all that again, and in the forks leave it on the pages that they share.

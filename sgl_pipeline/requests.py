@@ -177,6 +177,8 @@ class Request:
     # Requests of different namespaces never share cached pages (SGLang's extra_key, cache_salt). It
     # is the hash before the first page, in hex (`page_hash.namespace_hash`).
     cache_namespace: str = ""
+    # The name of whoever sent it, by --fair-shares-by; all are one tenant without it.
+    tenant: str = ""
     constraint: TokenConstraint | None = None
     logprobs: LogprobSpec | None = None
     room: Room | None = None

@@ -138,8 +138,11 @@ class _Run:
             "sampling_params": sampling,
             "stream": True,
         }
+        headers = {"X-Tenant": kind.name}  # for a server that tells tenants apart
         sent_s, moments_s, lines = self._now_s(), [], []
-        with session.post(self._url, json=body, stream=True, timeout=_TIMEOUT_S) as reply:
+        with session.post(
+            self._url, json=body, headers=headers, stream=True, timeout=_TIMEOUT_S
+        ) as reply:
             if reply.status_code != 200:
                 raise ValueError(f"status {reply.status_code}: {reply.text[:300]}")
             for line in reply.iter_lines():

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sgl_pipeline.args.checks import at_least, between, require, require_not_negative
 from sgl_pipeline.args.flags import check_flags, our_flag, upstream_flag, without_flag
+from sgl_pipeline.args.tenant_flags import check_fair_shares_by, read_tenant_weights
 from sgl_pipeline.args.throttle_args import ACCOUNTINGS
 
 # By what the radix cache has of them: the longest prefix first, or its tree in depth-first order.
@@ -34,6 +35,23 @@ class SchedulingArgs:
     # Under every policy; None: as the policy shares them out.
     max_decodes_per_step: int | None = upstream_flag(
         None, "--pp-max-micro-batch-size", check=at_least(1)
+    )
+    # Whose requests share the server fairly: of one API key, one `user`, or one value of a header;
+    # None: all are of one tenant.
+    fair_shares_by: str | None = our_flag(
+        None,
+        "--fair-shares-by",
+        help="Tenants share prefill, places and pages by weight, and none waits for another's "
+        "queue: api-key (the bearer token that a request presents), user (its field `user`) or "
+        "header:NAME (the value of that header).",
+        check=check_fair_shares_by,
+    )
+    tenant_weights: str | None = our_flag(
+        None,
+        "--tenant-weights",
+        help="The weights of tenants as a JSON object of names and numbers, or @FILE with one; "
+        "1 for all others. The name of an API key is `key-` and the first 12 digits of its SHA-256 "
+        "in hex.",
     )
     radix_cache: bool = upstream_flag(True, "--disable-radix-cache")
     accounting: str = our_flag(
@@ -66,8 +84,22 @@ class SchedulingArgs:
         same_as="--pp-async-batch-depth",
     )
 
+    @property
+    def weights_of_tenants(self) -> dict[str, float]:
+        """The weights that were given, by name.
+
+        Raises ConfigurationError for weights that cannot be read.
+        """
+        return {} if self.tenant_weights is None else read_tenant_weights(self.tenant_weights)
+
     def __post_init__(self) -> None:
         check_flags(self)
+        require(
+            self.fair_shares_by is not None or self.tenant_weights is None,
+            "--tenant-weights has no effect without --fair-shares-by, which tells tenants apart; "
+            "give both",
+        )
+        self.weights_of_tenants  # noqa: B018 - refused at the start
         require(
             self.schedule_policy in SCHEDULE_POLICIES,
             f"--schedule-policy {self.schedule_policy!r} is not built; choose from "

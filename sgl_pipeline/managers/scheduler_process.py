@@ -250,6 +250,7 @@ def _front(
         context,
         spans,
         RoomFields(args.disaggregation.mode, args.disaggregation.bootstrap_port),
+        args.scheduling.fair_shares_by,
     )
 
 

@@ -318,8 +318,7 @@ class PipelineCore:
         rooms: RoomsState | None = None,
     ) -> PipelineState:
         """A snapshot; `compiling_requests` counts the requests that the driver holds back for now,
-        `recoveries` come from its `StageRecovery`, `tier` from its store, `rooms` from its end of
-        the streams to other servers."""
+        `recoveries` come from its `StageRecovery`, `tier` from its store, `rooms` of its peers."""
         scheduler, history = self.scheduler, self.history
         log = scheduler.lost_pages.log
         slowdowns = dict(enumerate(self.slow_stages.slowdowns))
@@ -364,4 +363,5 @@ class PipelineCore:
             recoveries=tuple(map(copy, recoveries)),
             tier=tier,
             rooms=rooms,
+            tenants=() if scheduler.shares is None else scheduler.shares.states(),
         )

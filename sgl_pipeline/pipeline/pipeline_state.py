@@ -14,6 +14,7 @@ from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.stage_timing import BubbleShares, bubble_shares
 from sgl_pipeline.records.trace import StepRecord
+from sgl_pipeline.scheduling.tenant_state import TenantState
 from sgl_pipeline.stage_plan import StagePlan
 
 
@@ -143,7 +144,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     `replayed_tokens` counts the tokens that each stage alone has computed again since the start; it
     is empty without a recovery log, which has room for `log_pages`. `throttle` has the
     knobs of the policy, if they can be changed. `tier` is None where the server has no store and
-    cannot get one, `rooms` where it does not share requests with other servers.
+    cannot get one, `rooms` where it does not share requests with other servers. `tenants` are the
+    most served ones first, and none where all requests are of one.
     """
 
     now_s: float
@@ -175,6 +177,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     throttle: ThrottleState | None = None
     tier: TierState | None = None
     rooms: RoomsState | None = None
+    tenants: tuple[TenantState, ...] = ()
 
     @property
     def current_move(self) -> MoveRecord | None:

@@ -1,13 +1,15 @@
 """Fills a `TokenBudget` with chunks: decodes, then running prefills, then new requests.
 
 The budget limits how much, the order of requests decides who is next, and the free pages decide
-whether a request fits. Admission does not depend on the reasons for the budget.
+whether a request fits. Where tenants have shares, a new request of one may come before a running
+prefill of another. Admission does not depend on the reasons for the budget.
 """
 
 from collections.abc import Callable
 
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.fair_shares import FairShares
 from sgl_pipeline.scheduling.held_pages import HeldPages
 from sgl_pipeline.scheduling.preemption import Preemption
 from sgl_pipeline.scheduling.prefill_room import PrefillRoom
@@ -30,6 +32,7 @@ class Admission:
         preemption_threshold: int | None = None,
         on_admitted: Callable[[Request], None] = lambda request: None,
         held: HeldPages | None = None,
+        shares: FairShares | None = None,
     ) -> None:
         self._waiting = waiting
         self._running = running
@@ -39,6 +42,7 @@ class Admission:
         self._preemption_threshold = preemption_threshold
         self._on_admitted = on_admitted
         self._held = held
+        self._shares = shares
         # Of all requests admitted so far, each counted once.
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -47,11 +51,37 @@ class Admission:
         """The chunks of the next step, decodes first; empty when nothing can run now."""
         chunks = self._decodes(budget.decodes, budget.time.decodes if budget.time else None)
         room = PrefillRoom(budget, chunks)
+        if self._shares is not None:
+            self._prefill_fairly(self._shares, room, chunks)
+            return chunks
         for request in sorted(self._running.prefilling, key=lambda request: request.order):
             self._prefill(request, room, chunks)
         while room.is_open and (newcomer := self._admit_next()) is not None:
             self._prefill(newcomer, room, chunks)
         return chunks
+
+    def _prefill_fairly(self, shares: FairShares, room: PrefillRoom, chunks: list[Chunk]) -> None:
+        """Fills the rest of the step, chunk by chunk, from the tenant that is behind most: from a
+        prefill that runs, else from a new request. If that one does not fit, none is admitted."""
+        prefilling = list(self._running.prefilling)
+        may_admit = True
+        while room.is_open:
+            running = shares.first_running(prefilling)
+            head = self._waiting.head() if may_admit else None
+            if head is not None and shares.goes_first(head, running):
+                newcomer = self._admit_next()
+                may_admit = newcomer is not None
+                if newcomer is None:
+                    continue
+                request = newcomer
+            elif running is not None:
+                prefilling.remove(running)
+                request = running
+            else:
+                return
+            start = request.num_scheduled
+            self._prefill(request, room, chunks)
+            shares.expect(request, start)
 
     def _decodes(self, limit: int, share: DecodeShare | None) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -107,13 +137,25 @@ class Admission:
         this changes both.
         """
         threshold = self._preemption_threshold
-        if threshold is None or self._must_wait_for_readers:
+        if self._must_wait_for_readers:
+            return
+        if self._shares is not None:
+            self._make_room_by_shares(self._shares)
+        if threshold is None:
             return
         head = self._waiting.head()
         while head is not None and not self._could_admit(head):
             victim = self._preemption.last_idle()
             if victim is None or victim.order[0] - head.order[0] <= threshold:
                 return
+            self._preemption.retract(victim)
+
+    def _make_room_by_shares(self, shares: FairShares) -> None:
+        """Retracts requests of tenants that have and had more for the head of the queue."""
+        head, victims = self._waiting.head(), shares.victims
+        if head is None or not victims.runs_another(head) or self._could_admit(head):
+            return
+        for victim in victims.for_head(head):
             self._preemption.retract(victim)
 
     @property

@@ -10,6 +10,7 @@ from typing import Literal
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request, RequestState
+from sgl_pipeline.scheduling.fair_shares import FairShares
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.outlook import Outlook, look_ahead
 from sgl_pipeline.scheduling.request_pages import RequestPages
@@ -23,6 +24,7 @@ Rule = Literal[
     "loading",
     "shared-prefix",
     "order",
+    "share",
     "running-limit",
     "pages",
     "held-pages",
@@ -38,10 +40,11 @@ class Explanation:
     `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
     (`pause`), its prefix is looked up in the store or loaded from there, or computed by another
     server and loaded from that one (`loading`), another
-    request prefills its prefix (`shared-prefix`), others come first (`order`), the maximum number
-    of requests runs (`running-limit`), its prefill does not fit (`pages`), other servers have to
-    read what was computed for them (`held-pages`), the prefill budget is
-    used up (`budget`), other decodes have been ready for longer (`turn`).
+    request prefills its prefix (`shared-prefix`), others come first (`order`), others come first
+    and one of them is of a tenant that has had less (`share`), the maximum number of requests runs
+    (`running-limit`), its prefill does not fit (`pages`), other servers have to read what was
+    computed for them (`held-pages`), the prefill budget is used up (`budget`), other decodes have
+    been ready for longer (`turn`).
 
     `behind` is the request that it waits for: the next before it in the queue, or the one that
     prefills its prefix. `num_ahead` counts the requests before it in the queue. `text` is the
@@ -67,7 +70,9 @@ class RequestExplainer:
         running: RunningRequests,
         pages: RequestPages,
         tier: KvTier,
+        shares: FairShares | None = None,
     ) -> None:
+        self._shares = shares
         self._tier = tier
         self._args = args
         self._waiting = waiting
@@ -86,7 +91,7 @@ class RequestExplainer:
         if request.is_prefilling:
             text = (
                 f"{request.remaining_prefill} prompt tokens are left, a step may prefill "
-                f"{budget.prefill_text}, older requests first"
+                f"{budget.prefill_text}, {self._prefill_order} first"
             )
             return _explanation(request, "budget", text)
         is_most = budget.decodes == self._args.max_decodes_per_step
@@ -135,6 +140,35 @@ class RequestExplainer:
             return self._behind(request, ahead)
         return self._first_in_queue(request, budget)
 
+    @property
+    def _prefill_order(self) -> str:
+        """The prompts that go on before others, in words."""
+        return "older requests" if self._shares is None else "tenants that are behind their share"
+
+    def _behind(self, request: Request, ahead: list[Request]) -> Explanation:
+        """`request` waits for those before it in the queue, of which there is at least one."""
+        come = "request comes" if len(ahead) == 1 else "requests come"
+        text = f"{len(ahead)} waiting {come} first"
+        rule: Rule = "order"
+        if self._shares is not None:
+            first = next((one for one in ahead if self._has_had_less(one, request)), None)
+            if first is not None:
+                rule = "share"
+                text += f"; {self._shares.ahead_text(request.tenant, first.tenant)}"
+        last = ahead[-1]
+        if why := self._waiting.why_before(last, request):
+            text += f"; request {last.request_id} {why}"
+        return _explanation(request, rule, text, last.request_id, len(ahead))
+
+    def _has_had_less(self, other: Request, request: Request) -> bool:
+        """True if the tenant of `other` comes before that of `request`, at equal priority."""
+        assert self._shares is not None
+        return (
+            other.priority == request.priority
+            and other.tenant != request.tenant
+            and self._shares.lead(request.tenant, other.tenant) > 0
+        )
+
     def _is_passed_over(self, request: Request) -> bool:
         """True if it waits for its prefix: it keeps its place in the order and holds no other
         back."""
@@ -145,6 +179,7 @@ class RequestExplainer:
         path = self._waiting.path_of(request)
         if budget.prefill_tokens > 0 and num_running >= self._args.max_running_requests:
             text = f"{num_running} requests run, the limit is --max-running-requests"
+            text += self._behind_share(request)
             return _explanation(request, "running-limit", text)
         held = self._tier.held
         if budget.prefill_tokens > 0 and held.is_full:
@@ -161,21 +196,18 @@ class RequestExplainer:
             )
             if held.num_pages:
                 text += f"; {held.num_pages} are held for transfer to other servers"
+            text += self._behind_share(request)
             return _explanation(request, "pages", text)
         text = (
-            f"it is first in the queue; a step may prefill {budget.prefill_text}, running prefills "
-            "first"
+            f"it is first in the queue; a step may prefill {budget.prefill_text}, "
+            f"{'running prefills' if self._shares is None else self._prefill_order} first"
         )
         return _explanation(request, "budget", text)
 
-    def _behind(self, request: Request, ahead: list[Request]) -> Explanation:
-        """`request` waits for those before it in the queue, of which there is at least one."""
-        come = "request comes" if len(ahead) == 1 else "requests come"
-        text = f"{len(ahead)} waiting {come} first"
-        last = ahead[-1]
-        if why := self._waiting.why_before(last, request):
-            text += f"; request {last.request_id} {why}"
-        return _explanation(request, "order", text, last.request_id, len(ahead))
+    def _behind_share(self, request: Request) -> str:
+        """That the tenant of `request` is behind its share, if it is."""
+        text = None if self._shares is None else self._shares.behind_text(request.tenant)
+        return "" if text is None else f"; {text}"
 
     def explain_first(
         self, num_requests: int, budget: TokenBudget, *, is_paused: bool

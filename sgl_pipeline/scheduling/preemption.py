@@ -3,11 +3,12 @@
 Pages are taken for decodes, for requests of much higher priority, and when running requests hold
 the pages that they need from each other. A request is retracted only for one before it in
 `Request.order`, so the first request always makes progress: no deadlock, no livelock. That does not
-depend on the order of admission (`cache_order.py`). It never touches a request with a step in
-flight.
+depend on the order of admission (`cache_order.py`). Where tenants share pages, `fair_victims.py`
+says who gives. It never touches a request with a step in flight.
 """
 
 from sgl_pipeline.requests import Lease, Request, RequestState
+from sgl_pipeline.scheduling.fair_victims import FairVictims
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
@@ -17,11 +18,16 @@ class Preemption:
     """Retracts running requests: what they computed is cached and may be found again or evicted."""
 
     def __init__(
-        self, running: RunningRequests, waiting: WaitingQueue, pages: RequestPages
+        self,
+        running: RunningRequests,
+        waiting: WaitingQueue,
+        pages: RequestPages,
+        victims: FairVictims | None = None,
     ) -> None:
         self._running = running
         self._waiting = waiting
         self._pages = pages
+        self._victims = victims
         self.num_retractions = 0
         # Retractions because pages ran out; other retractions made room for a higher priority.
         self.num_shortages = 0
@@ -45,6 +51,8 @@ class Preemption:
     def _last_behind(self, request: Request) -> Request | None:
         """The request to take pages from for one before it. Not one with a lease: its single page
         comes back anyway, because nothing keeps it from going on."""
+        if self._victims is not None:
+            return self._victims.last_behind(request)
         behind = (
             one
             for one in self._running

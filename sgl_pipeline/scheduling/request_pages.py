@@ -5,9 +5,10 @@ the stages contain new pages only: where the cache already has an equal page, th
 own and frees it at the end.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
+from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
@@ -261,3 +262,12 @@ class RequestPages:
         assert sum(counts) == self._pool.num_pages, (
             f"free, held, cached, lent = {counts} of {self._pool.num_pages} pages"
         )
+
+    def check_chunks(self, in_flight: Iterable[Chunk]) -> None:
+        """Asserts that requests have the pages that they have begun to fill, and chunks in flight
+        those that they write."""
+        for request in self._holdings:
+            num_begun = self.pages_of(request, request.num_scheduled)
+            assert num_begun <= len(request.pages) or request.num_scheduled == request.leased_tokens
+        for chunk in in_flight:
+            assert len(chunk.request.pages) >= self.pages_of(chunk.request, chunk.end)

@@ -30,6 +30,7 @@ from sgl_pipeline.scheduling.cache_order import order_maker
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.drafts import Drafts
 from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
+from sgl_pipeline.scheduling.fair_shares import FairShares
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.load_meter import LoadMeter
 from sgl_pipeline.scheduling.lost_pages import LostPages
@@ -60,7 +61,7 @@ class StepScheduler:
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
     `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store, and
-    for other servers. `drafts` guesses tokens.
+    for other servers. `drafts` guesses tokens. `shares` is None where there is one tenant.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -88,35 +89,34 @@ class StepScheduler:
         demand = RadixDemand(tree)
         storage = RadixStorage(tree, demand)
         self._pages = RequestPages(PagePool(num_pages), storage, demand)
-        order = order_maker(args, tree, demand)()
+        own_order = order_maker(args, tree, demand)
+        self.shares = shares = FairShares.of(args, own_order)
+        order = own_order() if shares is None else shares.order
         self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills, order=order)
         self._arrivals = Arrivals(args, self.limits, self._waiting)
         self._running = RunningRequests()
-        self._preemption = Preemption(self._running, self._waiting, self._pages)
+        parts = self._waiting, self._running, self._pages
+        victims = None if shares is None else shares.share_out(*parts)
+        self._preemption = Preemption(self._running, self._waiting, self._pages, victims)
         self.pausing = Pausing(self._running, self._preemption)
         self.tier = KvTier(tree, demand, storage, self._pages, self._waiting, self._running, log)
         self.offloaded = OffloadedRequests(
             self._waiting, self._running, self._preemption, self.tier.arrivals
         )
         self._admission = Admission(
-            self._waiting,
-            self._running,
-            self._pages,
+            *parts,
             self._preemption,
             args.max_running_requests,
             args.preemption_threshold,
             self.tier.on_hit,
             self.tier.held,
+            shares,
         )
         self.drafts = Drafts(args.draft_tokens, self._pages, self._running)
-        self._explainer = RequestExplainer(
-            args, self._waiting, self._running, self._pages, self.tier
-        )
+        self._explainer = RequestExplainer(args, *parts, self.tier, shares)
         self._now_s = 0.0
         self._decode_reserve = reserve = DecodeReserve(args.page_size, self._in_flight.limit)
-        self._meter = LoadMeter(
-            self._waiting, self._running, self._pages, self._in_flight, reserve, self.tier
-        )
+        self._meter = LoadMeter(*parts, self._in_flight, reserve, self.tier)
         self._results = StepResults(
             self._in_flight, self._running, self._pages, self.offloaded, self.drafts, self._finish
         )
@@ -211,6 +211,8 @@ class StepScheduler:
         microbatch = Microbatch(
             self._in_flight.next_id, self.epoch, load, budget, step, released, replays
         )
+        if self.shares is not None:
+            self.shares.charge(microbatch, self.step_times)
         self._decode_reserve.note_step(self._preemption.num_shortages)
         self._in_flight.add(microbatch)
         self.lost_pages.forget_displaced(now_s)
@@ -398,11 +400,6 @@ class StepScheduler:
     def check_invariants(self) -> None:
         """Asserts what must hold after every call; for tests."""
         self._pages.check_conservation()
+        self._pages.check_chunks(chunk for step in self._in_flight for chunk in step.chunks)
         assert len(self._requests) == len(self._waiting) + len(self._running)
-        for request in self._running:
-            num_begun = self._pages.pages_of(request, request.num_scheduled)
-            assert num_begun <= len(request.pages) or request.num_scheduled == request.leased_tokens
-        for microbatch in self._in_flight:
-            for chunk in microbatch.chunks:
-                assert len(chunk.request.pages) >= self._pages.pages_of(chunk.request, chunk.end)
         self._running.check_invariants()

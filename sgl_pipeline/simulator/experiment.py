@@ -308,6 +308,6 @@ def simulate(
         num_stages=pipeline.num_stages,
         context_length=pool_tokens,
     )
-    is_timed = POLICY_TABLE[throttle.policy].budgets_time
+    is_timed = POLICY_TABLE[throttle.policy].budgets_time or scheduling.fair_shares_by is not None
     virtual = pipeline.pipeline(scheduler, scheduling.page_size, is_timed=is_timed)
     return virtual.run(workload, on_progress, most_steps)

@@ -62,6 +62,7 @@ class VirtualClients:
                 stops=StopRules(max_new_tokens=asked.output_tokens),
                 arrival_s=moment_s,
                 room=room,
+                tenant=asked.tenant,
             )
             try:
                 scheduler.add(request)

@@ -24,14 +24,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """A request that will arrive. `follow_up` arrives `think_s` after this one has ended, whatever
-    its own `arrival_s` says."""
+    """A request of `tenant` that will arrive. `follow_up` arrives `think_s` after this one has
+    ended, whatever its own `arrival_s` says."""
 
     arrival_s: float
     prompt: tuple[Segment, ...]
     output: Segment
     follow_up: "SimulatedRequest | None" = None
     think_s: float = 0.0
+    tenant: str = ""
 
     @property
     def input_tokens(self) -> int:

@@ -63,6 +63,7 @@ def make_clients(
             ),
             priority=rng.choice((0, 0, 0, 1, 2)),
             cache_namespace=rng.choice(("", "", "", OTHER_NAMESPACE)),
+            tenant="abc"[number % 3],
             constraint=NoRepeats() if is_constrained else None,
             logprobs=LogprobSpec(rng.randint(0, len(prompt))) if wants_logprobs else None,
         )

@@ -21,6 +21,7 @@ def random_args(rng: Random) -> PipelineArgs:
     """Those of `rng`, of one stage to four."""
     max_prefill_tokens = rng.choice((4, 16, 64))
     num_stages = rng.choice((1, 2, 2, 3, 4))
+    by = _own_choice(rng).choice((None, "user"))
     return PipelineArgs(
         stages=StageArgs(
             num_stages=num_stages,
@@ -42,6 +43,8 @@ def random_args(rng: Random) -> PipelineArgs:
             running_timeout_s=rng.choice((None, None, 4.0)),
             extra_steps_in_flight=rng.choice((0, 0, 1, 2)),
             draft_tokens=rng.choice((0, 0, 1, 4)),
+            fair_shares_by=by,
+            tenant_weights=None if by is None else '{"b": 3}',
         ),
         throttle=ThrottleArgs(
             policy=rng.choice(POLICIES),
@@ -63,6 +66,13 @@ def random_args(rng: Random) -> PipelineArgs:
         ),
         run_directory="virtual",
     )
+
+
+def _own_choice(rng: Random) -> Random:
+    """One that takes nothing from `rng`: all other draws of a seed stay what they are."""
+    same = Random()
+    same.setstate(rng.getstate())
+    return Random(same.getrandbits(64))
 
 
 def random_rules(rng: Random) -> TierRules:

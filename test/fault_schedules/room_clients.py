@@ -86,6 +86,7 @@ def _prefill_half(request: Request, number: int) -> Request:
         stops=StopRules(max_new_tokens=1, stop_token_ids=request.stops.stop_token_ids),
         priority=request.priority,
         cache_namespace=request.cache_namespace,
+        tenant=request.tenant,
         constraint=None if request.constraint is None else NoRepeats(),
         logprobs=request.logprobs,
         room=Room(number),

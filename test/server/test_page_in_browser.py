@@ -81,6 +81,14 @@ def test_a_layer_move_is_marked(chromium: Any, server: LiveServer) -> None:
         watched.wait_for("document.getElementById('epoch').innerText === 'plan 1'")
 
 
+SHOW_TENANTS = """async (ticks) => {
+    const { Tenants } = await import('./tenants.js');
+    const card = new Tenants();
+    ticks.forEach((tenants, place) => card.update({ now: 1e6 * place, tenants }));
+    const shown = document.getElementById('tenants-card');
+    return shown.hidden ? null : shown.innerText;
+}"""
+
 SHOW_CARD = """async ([name, facts]) => {
     const { Model } = await import('./model.js'), { Panels } = await import('./panels.js');
     const model = new Model();
@@ -104,6 +112,19 @@ def test_a_store_has_its_panel_while_one_is_attached(chromium: Any, server: Live
     assert "to load in 250 ms" in text and "to compute" in text
     assert "loaded\t4\t800\t2,000\tdeadline 60, slower than compute 40" in text
     assert "saved\t5\t700\t250\tpressure 50, failed 6" in text
+
+
+def test_tenants_have_a_card_where_they_share_the_server(chromium: Any, server: LiveServer) -> None:
+    """The server has one tenant: the panel is drawn from two ticks of the test's."""
+    before = [["alice", 3.0, "ms", 1000.0, 0.0, 2, 1, 40], ["bob", 1.0, "ms", 900.0, 7.0, 0, 1, 8]]
+    after = [["alice", 3.0, "ms", 1300.0, 0.0, 2, 1, 40], ["bob", 1.0, "ms", 1000.0, 7.0, 0, 1, 8]]
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        assert watched.page.evaluate(SHOW_TENANTS, [None]) is None
+        text = watched.page.evaluate(SHOW_TENANTS, [before, after])
+    assert "service of the last 30 s, by predicted time" in text
+    assert "alice\t3\t75 %\t2\t1\t40\t0.0 ms" in text
+    assert "bob\t1\t25 %\t0\t1\t8\t7.0 ms" in text
 
 
 def test_a_server_with_a_role_shows_its_rooms(chromium: Any, server: LiveServer) -> None:

@@ -42,6 +42,7 @@ def make_request(
     stop_token_ids: frozenset[int] = frozenset(),
     priority: int = 0,
     namespace: str = "",
+    tenant: str = "",
     logprob_start: int | None = None,
     constrained: bool = False,
 ) -> Request:
@@ -54,6 +55,7 @@ def make_request(
         stops=StopRules(max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids),
         priority=priority,
         cache_namespace=namespace,
+        tenant=tenant,
         logprobs=None if logprob_start is None else LogprobSpec(logprob_start),
         constraint=NoRepeats() if constrained else None,
     )

@@ -25,6 +25,7 @@ from sgl_pipeline.args import (
 )
 from sgl_pipeline.args.checks import between, require_choice
 from sgl_pipeline.args.flags import read_section
+from sgl_pipeline.args.tenant_flags import API_KEY
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_choice import choose_model
@@ -83,6 +84,7 @@ def pipeline_of_model(
             options,
             preemption_threshold=_preemption_threshold(options),
             draft_tokens=_draft_tokens(options, device),
+            fair_shares_by=_fair_shares_by(options),
             waiting_timeout_s=_timeout_s("SGLANG_REQ_WAITING_TIMEOUT"),
             running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
         ),
@@ -95,6 +97,18 @@ def pipeline_of_model(
         disaggregation=_disaggregation(options),
     )
     return pipeline, chosen.spec
+
+
+def _fair_shares_by(options: argparse.Namespace) -> str | None:
+    """The flag. Raises ConfigurationError where it could tell no tenants apart."""
+    by: str | None = options.fair_shares_by
+    if by == API_KEY and options.api_key:
+        raise ConfigurationError(
+            f"--fair-shares-by {API_KEY} tells tenants by the keys that they present, and "
+            "--api-key lets only one pass; leave out --api-key where a gateway checks the keys, or "
+            "use --fair-shares-by user or header:NAME"
+        )
+    return by
 
 
 def _disaggregation(options: argparse.Namespace) -> DisaggregationArgs:

@@ -22,6 +22,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sgl_pipeline.managers.entrance.ollama_routes import OLLAMA_ROUTES, ends_apart
 from sgl_pipeline.managers.entrance.prompt_logprobs import leave_to_prefill
+from sgl_pipeline.managers.entrance.request_tenant import RequestTenants
 from sgl_pipeline.managers.entrance.sample_seeds import spread_samples
 from sgl_pipeline.managers.upstream.request_checks import (
     MALFORMED,
@@ -44,6 +45,9 @@ _SAMPLED = 1  # of a traceparent's flags
 class GuardedTokenizerManager(TokenizerManager):
     """Upstream's, with a check in front of it, and refusals that also reach streams."""
 
+    # Names the tenants; None: all requests are of one.
+    tenants: RequestTenants | None = None
+
     def __init__(self, server_args: Any, port_args: Any) -> None:
         # A prefill server's bootstrap port is a process of its own (`hosts/bootstrap_process.py`).
         super().__init__(server_args, port_args, start_pd_bootstrap_service=False)
@@ -58,6 +62,8 @@ class GuardedTokenizerManager(TokenizerManager):
         spread_samples(obj)
         if request is not None and self.disaggregation_mode is DisaggregationMode.DECODE:
             leave_to_prefill(obj, request.url.path)
+        if self.tenants is not None:
+            await self.tenants.begin(request)
         has_replied = False
         all_replies = super().generate_request(obj, request)
         if request is not None and request.url.path in OLLAMA_ROUTES and obj.stream:
@@ -77,13 +83,17 @@ class GuardedTokenizerManager(TokenizerManager):
                 raise RefusedRequestError(message, HTTPStatus.BAD_REQUEST) from error
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
-        """As upstream's; with `--enable-trace` each request carries the name of its span."""
-        if self.enable_trace:
-            for message in obj.batch if isinstance(obj, _GENERATE_MANY) else (obj,):
-                if isinstance(message, TokenizedGenerateReqInput):
-                    parent = _trace_parent(self.rid_to_state.get(message.rid))
-                    # In the place of a pickle, which is never opened.
-                    message.time_stats = None if parent is None else PickleWrapper(data=parent)
+        """As upstream's; each request carries the name of its tenant, where they are told apart,
+        and with `--enable-trace` that of its span."""
+        for message in obj.batch if isinstance(obj, _GENERATE_MANY) else (obj,):
+            if not isinstance(message, TokenizedGenerateReqInput):
+                continue
+            if self.tenants is not None:
+                self.tenants.mark(message)
+            if self.enable_trace:
+                parent = _trace_parent(self.rid_to_state.get(message.rid))
+                # In the place of a pickle, which is never opened.
+                message.time_stats = None if parent is None else PickleWrapper(data=parent)
         super()._dispatch_to_scheduler(obj)
 
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:

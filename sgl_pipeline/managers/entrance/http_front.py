@@ -16,6 +16,7 @@ from starlette.background import BackgroundTask
 from sgl_pipeline.managers.entrance import quiet_start
 from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
 from sgl_pipeline.managers.entrance.graceful_stop import StopSignals, drain
+from sgl_pipeline.managers.entrance.request_tenant import RequestTenants
 
 
 class HttpTokenizerManager(GuardedTokenizerManager):
@@ -28,6 +29,7 @@ class HttpTokenizerManager(GuardedTokenizerManager):
         end_now: ends the whole server with an exit code; the rest is upstream's.
         before_listening: called when upstream's application is complete.
         before_closing: called when the HTTP server is about to wait for its open connections.
+        tenants: names the tenants, with `--fair-shares-by`.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class HttpTokenizerManager(GuardedTokenizerManager):
         on_interrupt: Callable[[], None],
         before_listening: Callable[[], None],
         before_closing: Callable[[], None],
+        tenants: RequestTenants | None = None,
     ) -> None:
         super().__init__(server_args, port_args)
+        self.tenants = tenants
         self._before_listening = before_listening
         self._before_closing = before_closing
         self.load_snapshot_reader = ShmLoadSnapshotReader(loads_path, dp_size=1)

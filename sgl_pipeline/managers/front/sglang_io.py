@@ -33,6 +33,7 @@ from sgl_pipeline.managers.front.sglang_output import (
     refusal_row,
 )
 from sgl_pipeline.managers.front.sglang_requests import RequestIntake
+from sgl_pipeline.managers.front.tenant_fields import TenantFields
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, grammar_of
 from sgl_pipeline.managers.upstream.request_checks import MAX_REQUEST_ID_LENGTH
 from sgl_pipeline.managers.upstream.upstream_arguments import SglangPortArgs, SglangServerArgs
@@ -92,6 +93,7 @@ class SglangFront:
         reasoning: the marks of reasoning tokens.
         spans: gets every request that ends; None without `--enable-trace`.
         rooms: the role of this server.
+        fair_shares_by: the flag of that name.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class SglangFront:
         context: "zmq.Context[zmq.Socket[bytes]]",
         spans: SpanSender | None = None,
         rooms: RoomFields = NO_ROLE,
+        fair_shares_by: str | None = None,
     ) -> None:
         self.socket = _connect(context, zmq.PULL, port_args.scheduler_input_ipc_name)
         self._to_detokenizer = _connect(context, zmq.PUSH, port_args.detokenizer_ipc_name)
@@ -114,8 +117,9 @@ class SglangFront:
             server_args.schedule_low_priority_values_first,
             server_args.abort_on_priority_when_disabled,
         )
+        tenants, seed = TenantFields(fair_shares_by), server_args.random_seed
         self._intake = RequestIntake(
-            limits, pool_tokens, tokenizer, server_args.random_seed, priorities, rooms
+            limits, pool_tokens, tokenizer, seed, priorities, rooms, tenants
         )
         self._rooms = rooms
         self._stream_interval = server_args.stream_interval

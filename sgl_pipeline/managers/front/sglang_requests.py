@@ -15,6 +15,7 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
 from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
+from sgl_pipeline.managers.front.tenant_fields import TenantFields
 from sgl_pipeline.managers.upstream.stop_regex import StopRegexes
 from sgl_pipeline.managers.upstream.stop_text import StopTextCheck, check_stop_strings
 from sgl_pipeline.managers.upstream.upstream_messages import GenerateMessage, SamplingMessage
@@ -31,6 +32,7 @@ MAX_LOGPROB_TOKEN_IDS = 1024
 MAX_PROMPT_LOGPROBS = 2**20
 _SEED_MASK = 2**63 - 1
 _MAX_INT32 = 2**31 - 1
+_ONE_TENANT = TenantFields()
 
 # Fields of TokenizedGenerateReqInput that ask for something not built, and its name.
 _UNBUILT_FIELDS = {
@@ -71,6 +73,7 @@ class RequestIntake:
         random_seed: `--random-seed`: makes the seeds of requests without one reproducible.
         priorities: the meaning of their `priority`.
         rooms: the role of this server. A prefill server computes one token of each request.
+        tenants: says whose requests they are.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class RequestIntake:
         random_seed: int | None,
         priorities: PriorityRules,
         rooms: RoomFields = NO_ROLE,
+        tenants: TenantFields = _ONE_TENANT,
     ) -> None:
         self._limits = limits
         self.pool_tokens = pool_tokens
         self._tokenizer = tokenizer
         self._priorities = priorities
         self._rooms = rooms
+        self._tenants = tenants
         seeds: Random = secrets.SystemRandom() if random_seed is None else Random(random_seed)
         self._draw_seed: Callable[[], int] = lambda: seeds.getrandbits(63)
 
@@ -116,6 +121,7 @@ class RequestIntake:
             priority=self._priorities.priority(message.priority),
             logprobs=self._logprobs(message, len(prompt_ids)) if message.return_logprob else None,
             cache_namespace=_namespace(message.extra_key, message.cache_salt),
+            tenant=self._tenants.tenant(message),
             room=room,
         )
 

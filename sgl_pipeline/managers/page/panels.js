@@ -2,10 +2,12 @@
 
 import { call, refusal } from "./api.js";
 import { CAUSES, RULES, byId, duration, element, figure, legend, percent, promptBudget, shares } from "./look.js";
+import { Tenants } from "./tenants.js";
 
 export class Panels {
   constructor(model) {
     this.model = model;
+    this.tenants = new Tenants();
     byId("explain-form").addEventListener("submit", (event) => {
       event.preventDefault();
       this.explain(byId("explain-id").value.trim());
@@ -42,6 +44,7 @@ export class Panels {
     this.#plan(tick, times);
     this.#store(tick.store);
     this.#rooms(tick.rooms);
+    this.tenants.update(tick);
     this.#queue(tick);
   }
 

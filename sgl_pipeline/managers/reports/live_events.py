@@ -20,6 +20,7 @@ from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import RequestRecord, StepRecord
+from sgl_pipeline.scheduling.tenant_state import TenantState
 
 _encoder = msgspec.json.Encoder()
 
@@ -43,6 +44,8 @@ def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
         optional["store"] = _store(state.tier)
     if state.rooms is not None:
         optional["rooms"] = _rooms(state.rooms)
+    if state.tenants:
+        optional["tenants"] = [_tenant(one) for one in state.tenants]
     ended = [_ended(request, step) for step in state.recent_steps for request in step.ended]
     return (
         _counts(state)
@@ -185,6 +188,20 @@ def _rooms(rooms: RoomsState) -> dict[str, Any]:
         "computed_here": rooms.computed_here,
         "offload": None if rooms.offload is None else _offload(rooms.offload),
     }
+
+
+def _tenant(tenant: TenantState) -> list[Any]:
+    """One tenant, or "other"."""
+    return [
+        tenant.name,
+        tenant.weight,
+        tenant.unit,
+        round(tenant.service, 1),
+        None if tenant.lead is None else round(tenant.lead, 1),
+        tenant.waiting,
+        tenant.running,
+        tenant.pages,
+    ]
 
 
 def _offload(offload: OffloadState) -> dict[str, Any]:

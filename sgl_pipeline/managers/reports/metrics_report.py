@@ -18,6 +18,7 @@ from sglang.srt.observability.metrics_collector import (
 
 from sgl_pipeline.managers.reports.pipeline_metrics import PipelineMetrics
 from sgl_pipeline.managers.reports.rooms_metrics import RoomsMetrics, queue_stats
+from sgl_pipeline.managers.reports.tenant_metrics import TenantMetrics
 from sgl_pipeline.managers.reports.tier_metrics import TierMetrics
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, TierState
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
@@ -53,6 +54,7 @@ class MetricsReport:
         self._counted: dict[Any, float] = {}
         self._tiers: TierMetrics | None = None
         self._rooms: RoomsMetrics | None = None
+        self._tenants: TenantMetrics | None = None
         self._num_stages = num_stages
         self._extra_labels: dict[str, str] = server_args.extra_metric_labels or {}
         self._next_report_s = 0.0
@@ -123,6 +125,10 @@ class MetricsReport:
             if self._rooms is None:
                 self._rooms = RoomsMetrics(self._upstream, self._own.labels["model_name"])
             self._rooms.publish(state.rooms)
+        if state.tenants:
+            if self._tenants is None:
+                self._tenants = TenantMetrics(self._own.labels["model_name"])
+            self._tenants.publish(state.tenants)
 
     def _publish_upstream(self, load: LoadSnapshot, state: PipelineState) -> None:
         """Publishes upstream's metrics that mean something here; the others keep "nothing"."""

@@ -77,7 +77,7 @@ SERVER_ONLY = frozenset(
     disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
     num_reserved_decode_tokens disaggregation_decode_fallback
     enable_attention_offload attention_offload_ratio
-    ui drain_timeout_s config
+    ui drain_timeout_s config fair_shares_by tenant_weights
     """.split()
 )
 

@@ -65,6 +65,8 @@ class GenerateMessage(SglangMessage, Protocol):
     priority: int | None
     extra_key: str | None
     cache_salt: str | None
+    # With --fair-shares-by the tenant's name, by our own TokenizerManager (front_guard.py).
+    routing_key: str | None
     require_reasoning: bool
     return_logprob: bool
     logprob_start_len: int

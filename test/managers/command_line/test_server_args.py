@@ -590,3 +590,11 @@ def test_a_port_or_host_that_cannot_exist_is_refused() -> None:
         check_port_is_free("127.0.0.1", 70000)
     with pytest.raises(ConfigurationError, match="--host"):
         check_port_is_free("no host of this name", 30000)
+
+
+def test_tenants_with_one_key_in_all_are_refused(model: str) -> None:
+    flags = ["--model-path", model, "--fair-shares-by", "api-key"]
+    args = parse_command_line([*flags, "--tenant-weights", '{"key-0123456789ab": 2}'])
+    assert args.pipeline.scheduling.weights_of_tenants == {"key-0123456789ab": 2.0}
+    with pytest.raises(ConfigurationError, match="--api-key lets only one pass"):
+        parse_command_line([*flags, "--api-key", "secret"])

@@ -11,6 +11,7 @@ from sgl_pipeline.managers.channels.live_channel import LiveTick, QueueLine
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
 from sgl_pipeline.pipeline.pipeline_state import OffloadState, PipelineState
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
+from sgl_pipeline.scheduling.tenant_state import TenantState
 
 # The order in which the page's model.js takes a step and its stages apart.
 STEP = (
@@ -132,3 +133,16 @@ def test_rooms_are_told_of_a_server_that_has_a_role() -> None:
     }
     before = rooms_state(transferred=0, transfer_s=0.0)
     assert told(msgspec.structs.replace(state, rooms=before))["rooms"]["done_ms"] == 0.0
+
+
+def test_tenants_are_told_of_where_they_share_the_server() -> None:
+    state = movable_core(2, 2).state(50.0)
+    assert "tenants" not in told(state)
+    tenants = (
+        TenantState(name="a", weight=3.0, unit="ms", service=1234.56, lead=7.89, waiting=1),
+        TenantState(name="other", weight=1.0, unit="ms", service=2.0, running=4, pages=9),
+    )
+    assert told(msgspec.structs.replace(state, tenants=tenants))["tenants"] == [
+        ["a", 3.0, "ms", 1234.6, 7.9, 1, 0, 0],
+        ["other", 1.0, "ms", 2.0, None, 0, 4, 9],
+    ]

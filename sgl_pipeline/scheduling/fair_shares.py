@@ -1,0 +1,107 @@
+"""Fair shares of prefill, places and pages among tenants: the parts that `--fair-shares-by` adds.
+
+`tenants.py` counts, `fair_order.py` orders what waits, `fair_victims.py` takes back. Prefill of a
+step goes chunk by chunk to the tenant with the least virtual time, whether the request runs or
+waits. Decodes take turns, whoever's they are: their number is a matter of admission, and they are
+counted as service.
+"""
+
+from collections.abc import Callable, Iterable
+
+from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.fair_order import FairOrder
+from sgl_pipeline.scheduling.fair_victims import FairVictims
+from sgl_pipeline.scheduling.queue_order import FixedOrder, QueueOrder
+from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.tenant_state import TenantState, states_of
+from sgl_pipeline.scheduling.tenants import Tenants
+from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.step_work import StepTimes
+
+
+class FairShares:
+    """`order` is for the `WaitingQueue`; `share_out` must be called before anything else is asked.
+
+    Args:
+        own_order: makes the order of the requests of one tenant.
+    """
+
+    victims: FairVictims
+
+    def __init__(
+        self, args: SchedulingArgs, own_order: Callable[[], QueueOrder] = FixedOrder
+    ) -> None:
+        self.tenants = Tenants(args.weights_of_tenants)
+        self.order = FairOrder(self.tenants, own_order)
+        self._max_running_requests = args.max_running_requests
+
+    @classmethod
+    def of(
+        cls, args: SchedulingArgs, own_order: Callable[[], QueueOrder] = FixedOrder
+    ) -> "FairShares | None":
+        """None if all requests are of one tenant."""
+        return None if args.fair_shares_by is None else cls(args, own_order)
+
+    def share_out(
+        self, waiting: WaitingQueue, running: RunningRequests, pages: RequestPages
+    ) -> FairVictims:
+        """The tenants of `waiting` and `running` share places and `pages` from now on."""
+        self._running = running
+        self.victims = FairVictims(
+            self.tenants, waiting, running, pages, self._max_running_requests
+        )
+        return self.victims
+
+    def first_running(self, prefilling: Iterable[Request]) -> Request | None:
+        """The prefill that goes on first."""
+        return min(prefilling, key=self.order.rank, default=None)
+
+    def goes_first(self, head: Request, running: Request | None) -> bool:
+        """True if `head`, the first that waits, comes before `running`, the first that runs. Of one
+        tenant, prompts that run come first, as without shares."""
+        if running is None:
+            return True
+        if head.tenant == running.tenant:
+            return False
+        return self.order.rank(head) < self.order.rank(running)
+
+    def expect(self, request: Request, start: int) -> None:
+        """The step that is being put together has a chunk of `request` from position `start`, if
+        any has been scheduled."""
+        if request.num_scheduled > start:
+            self.tenants.expect(request.tenant, start, request.num_scheduled)
+
+    def charge(self, step: Microbatch, times: StepTimes | None) -> None:
+        """`step` has been decided: counts its service."""
+        self.tenants.charge(step.chunks, step.work, times)
+
+    def lead(self, name: str, other: str) -> float:
+        """The service by weight that tenant `name` has had more than `other`."""
+        get = self.tenants.get
+        return get(name).virtual_time - get(other).virtual_time
+
+    def ahead_text(self, name: str, other: str) -> str:
+        """That tenant `name` is ahead of its share, in words, beside `other`, which is not."""
+        return (
+            f"tenant {name!r} is ahead of its share: by weight it has had "
+            f"{self.lead(name, other):.0f} {self.tenants.unit} more than {other!r}, which is next"
+        )
+
+    def behind_text(self, name: str) -> str | None:
+        """That tenant `name` is behind its share, in words; None if it is not. Looks at all running
+        requests."""
+        others = {one.tenant for one in self._running} - {name}
+        most = max(others, key=lambda other: self.lead(other, name), default=None)
+        if most is None or (lead := self.lead(most, name)) <= 0:
+            return None
+        return (
+            f"tenant {name!r} is behind its share: by weight {most!r}, whose requests run, has had "
+            f"{lead:.0f} {self.tenants.unit} more"
+        )
+
+    def states(self) -> tuple[TenantState, ...]:
+        """What a snapshot shows of the tenants."""
+        return states_of(self.tenants, self._running)

@@ -1,0 +1,65 @@
+"""A snapshot of the tenants, of a bounded number of them."""
+
+from typing import Literal
+
+import msgspec
+
+from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.tenants import Tenants
+
+
+class TenantState(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant, or all that are counted together as "other" (`tenant_totals.py`).
+
+    `service` since the start is in predicted milliseconds, or in weighted tokens while step times
+    are not known (`unit`); `share` is its part of all service. `lead` is the service by weight that
+    it has had more than the tenant that is furthest behind; None for "other". Of its requests,
+    `waiting` may be served now, and `running` hold `pages`, those of a shared prefix counted for
+    each.
+    """
+
+    name: str
+    weight: float
+    unit: Literal["ms", "tokens"]
+    service: float = 0.0
+    share: float = 0.0
+    lead: float | None = None
+    waiting: int = 0
+    running: int = 0
+    pages: int = 0
+
+
+def states_of(tenants: Tenants, running: RunningRequests) -> tuple[TenantState, ...]:
+    """The tenants that are told apart, and "other" if there are more; the most served first. Looks
+    at all running requests and backlogged tenants."""
+    totals = tenants.totals
+    counts: dict[str, list[int]] = {name: [0, 0, 0] for name in totals.service}
+    for tenant in tenants.backlogged:
+        counts.setdefault(totals.label_of(tenant.name), [0, 0, 0])[0] += tenant.num_waiting
+    for request in running:
+        own = counts.setdefault(totals.label_of(request.tenant), [0, 0, 0])
+        own[1] += 1
+        own[2] += len(request.pages)
+    in_all = sum(totals.service.values()) or 1.0
+    least = min((one.virtual_time for one in tenants.backlogged), default=None)
+    states = []
+    for name, (num_waiting, num_running, num_pages) in counts.items():
+        lead = None
+        if totals.is_named(name):
+            virtual_time = tenants.get(name).virtual_time
+            lead = 0.0 if least is None else max(0.0, virtual_time - least)
+        service = totals.service.get(name, 0.0)
+        states.append(
+            TenantState(
+                name=name,
+                weight=tenants.weight_of(name),
+                unit=tenants.unit,
+                service=service,
+                share=service / in_all,
+                lead=lead,
+                waiting=num_waiting,
+                running=num_running,
+                pages=num_pages,
+            )
+        )
+    return tuple(sorted(states, key=lambda one: -one.service))
