@@ -4,10 +4,11 @@ A draft delays and displaces no other request: a step with prompts has none, and
 are free ones that no running request is about to need.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sgl_pipeline.microbatch import Chunk, work_of
 from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.grammar_drafts import Draft, grammar_draft, guessed
 from sgl_pipeline.scheduling.ngram_drafts import NgramIndex, NgramRange
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
@@ -18,14 +19,47 @@ from sgl_pipeline.throttle.draft_budget import Acceptance, draft_budget, least_c
 # (benchmark/speculation). An index has at most twice the capacity, at 400 bytes a token.
 LENGTHS = NgramRange(1, 4)
 CAPACITY = 8192
+# A forced text can be written in other tokens than expected, which is rare.
+FORCED_CHANCE = 0.9
 
 
 @dataclass(slots=True)
 class _Drafter:
-    """The index of one request, and how often its drafts were right."""
+    """The index of one request, how often guesses and forced tokens were right, and the draft of
+    its newest step."""
 
     index: NgramIndex
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    guesses: Acceptance = Acceptance()
+    forced: Acceptance = Acceptance(prior_chance=FORCED_CHANCE)
+    draft: Draft = Draft()
+
+    @property
+    def best_chance(self) -> float:
+        """That a token of the likelier kind is right."""
+        return max(self.guesses.chance, self.forced.chance)
+
+    def chances(self, draft: Draft) -> list[float]:
+        """That each token of `draft` is right, if those before it are."""
+        by_kind = (self.guesses.chance, self.forced.chance)
+        return [by_kind[is_forced] for is_forced in draft.is_forced]
+
+    def goes(self, draft: Draft) -> None:
+        """The request's next step has `draft`. What it has none of is slowly forgotten."""
+        self.draft = draft
+        if all(draft.is_forced):
+            self.guesses = self.guesses.after(0, 0)
+        if not any(draft.is_forced):
+            self.forced = self.forced.after(0, 0)
+
+    def learn(self, num_drafted: int, num_right: int) -> None:
+        """The newest step had the first `num_drafted` tokens of its draft, `num_right` were
+        right."""
+        draft, num_checked = self.draft, min(num_drafted, num_right + 1)
+        checked, right = draft.num_forced(num_checked), draft.num_forced(num_right)
+        if any(draft.is_forced):
+            self.forced = self.forced.after(checked, right)
+        if not all(draft.is_forced):
+            self.guesses = self.guesses.after(num_checked - checked, num_right - right)
 
 
 class Drafts:
@@ -56,12 +90,12 @@ class Drafts:
             return chunks
         drafts = [self._draft(chunk.request, least) for chunk in chunks]
         chances = [
-            self._drafters[chunk.request].acceptance.chance if draft else 0.0
+            self._drafters[chunk.request].chances(draft) if draft.token_ids else []
             for chunk, draft in zip(chunks, drafts, strict=True)
         ]
-        counts = draft_budget(load.step_times, work, chances, self._most_each, is_alone=is_alone)
+        counts = draft_budget(load.step_times, work, chances, is_alone=is_alone)
         extended = [
-            self._with_draft(chunk, draft[:count])
+            self._go(chunk, draft.first(count))
             for chunk, draft, count in zip(chunks, drafts, counts, strict=True)
         ]
         return sorted(extended, key=lambda chunk: chunk.length > 1)
@@ -75,31 +109,37 @@ class Drafts:
         self.num_accepted += num_right
         drafter = self._drafters.get(chunk.request)
         if drafter is not None:
-            drafter.acceptance = drafter.acceptance.after(num_drafted, num_right)
+            drafter.learn(num_drafted, num_right)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._drafters.pop(request, None)
 
-    def _draft(self, request: Request, least_chance: float) -> tuple[int, ...]:
-        """The draft of a request, if its drafts are right often enough.
-
-        A grammar has a mask for the next token only, and a lease no place for rows that may be
-        wrong, so such requests have none.
-        """
+    def _draft(self, request: Request, least_chance: float) -> Draft:
+        """The draft of a request, if its drafts are right often enough. A lease has no place for
+        rows that may be wrong, so such requests have none."""
         # The step draws a token behind the draft.
         most = min(self._most_each, request.stops.max_new_tokens - len(request.output_ids) - 1)
-        if most <= 0 or request.constraint is not None or request.lease is not None:
-            return ()
+        if most <= 0 or request.lease is not None:
+            return Draft()
         drafter = self._drafters.get(request)
         if drafter is None:
             drafter = self._drafters[request] = _Drafter(NgramIndex(request, LENGTHS, CAPACITY))
-        draft: tuple[int, ...] = ()
-        if drafter.acceptance.chance >= least_chance:
-            draft = drafter.index.draft(most)
-        if not draft:
-            drafter.acceptance = drafter.acceptance.after(0, 0)
-        return draft
+        if request.constraint is not None:
+            if drafter.best_chance < least_chance:
+                return Draft()
+            return grammar_draft(request.constraint, most, drafter.index.next_token)
+        if drafter.guesses.chance < least_chance:
+            return Draft()
+        return guessed(drafter.index.draft(most))
+
+    def _go(self, chunk: Chunk, draft: Draft) -> Chunk:
+        """The chunk with as much of `draft` as there are pages for."""
+        drafter = self._drafters.get(chunk.request)
+        if drafter is None:
+            return chunk
+        drafter.goes(draft)
+        return self._with_draft(chunk, draft.token_ids)
 
     def _with_draft(self, chunk: Chunk, draft: tuple[int, ...]) -> Chunk:
         """The chunk with as much of the draft as there are pages for."""

@@ -6,21 +6,26 @@ stops the server: then each request with a grammar gets that error.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xgrammar
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
+from sgl_pipeline.managers.grammars.text_tokens import TextTokens
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """`size` is that of the model's logits. Tokens without text in the tokenizer are never allowed.
+    """`size` is that of the model's logits. Tokens without text in the tokenizer are never allowed;
+    with the EOS ids they are the `textless_ids`. `text_tokens` writes texts as the model does.
     `think_end_ids`: the tokens that end the model's thinking, or none."""
 
     tokenizer_info: xgrammar.TokenizerInfo
     size: int
+    textless_ids: frozenset[int]
+    text_tokens: TextTokens
     think_end_ids: tuple[int, ...] = ()
 
 
@@ -49,7 +54,13 @@ def read_vocabulary(
         raise NoGrammarsError(
             f"structured output is not available: xgrammar cannot use this tokenizer ({error})"
         ) from error
-    return GrammarVocabulary(info, limits.vocab_size, _think_end_ids(tokenizer, reasoning_parser))
+    return GrammarVocabulary(
+        info,
+        limits.vocab_size,
+        frozenset(info.special_token_ids) | frozenset(info.stop_token_ids),
+        TextTokens(partial(tokenizer.encode, add_special_tokens=False), lambda: info.decoded_vocab),
+        _think_end_ids(tokenizer, reasoning_parser),
+    )
 
 
 def _think_end_ids(tokenizer: Any, reasoning_parser: str | None) -> tuple[int, ...]:
