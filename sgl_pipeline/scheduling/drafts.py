@@ -21,6 +21,8 @@ LENGTHS = NgramRange(1, 4)
 CAPACITY = 8192
 # A forced text can be written in other tokens than expected, which is rare.
 FORCED_CHANCE = 0.9
+_NEW, _NEW_FORCED = Acceptance(), Acceptance(prior_chance=FORCED_CHANCE)
+_NO_DRAFT = Draft()
 
 
 @dataclass(slots=True)
@@ -29,17 +31,17 @@ class _Drafter:
     its newest step."""
 
     index: NgramIndex
-    guesses: Acceptance = Acceptance()
-    forced: Acceptance = Acceptance(prior_chance=FORCED_CHANCE)
-    draft: Draft = Draft()
+    guesses: Acceptance = _NEW
+    forced: Acceptance = _NEW_FORCED
+    draft: Draft = _NO_DRAFT
 
     @property
     def best_chance(self) -> float:
-        """That a token of the likelier kind is right."""
+        """The chance that a token of the likelier kind is right."""
         return max(self.guesses.chance, self.forced.chance)
 
     def chances(self, draft: Draft) -> list[float]:
-        """That each token of `draft` is right, if those before it are."""
+        """The chances that the tokens of `draft` are right, each if those before it are."""
         by_kind = (self.guesses.chance, self.forced.chance)
         return [by_kind[is_forced] for is_forced in draft.is_forced]
 
@@ -121,16 +123,16 @@ class Drafts:
         # The step draws a token behind the draft.
         most = min(self._most_each, request.stops.max_new_tokens - len(request.output_ids) - 1)
         if most <= 0 or request.lease is not None:
-            return Draft()
+            return _NO_DRAFT
         drafter = self._drafters.get(request)
         if drafter is None:
             drafter = self._drafters[request] = _Drafter(NgramIndex(request, LENGTHS, CAPACITY))
         if request.constraint is not None:
             if drafter.best_chance < least_chance:
-                return Draft()
+                return _NO_DRAFT
             return grammar_draft(request.constraint, most, drafter.index.next_token)
         if drafter.guesses.chance < least_chance:
-            return Draft()
+            return _NO_DRAFT
         return guessed(drafter.index.draft(most))
 
     def _go(self, chunk: Chunk, draft: Draft) -> Chunk:

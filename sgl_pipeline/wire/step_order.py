@@ -163,7 +163,7 @@ class StepOrderEncoder:
 
 
 def _joined(masks: Sequence[bytes]) -> bytes:
-    """One behind the other; empty if no row is restricted."""
+    """The masks of rows one behind the other; empty if no row is restricted."""
     length = max(map(len, masks))
     return b"".join(mask or b"\xff" * length for mask in masks)
 

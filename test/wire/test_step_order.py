@@ -250,9 +250,9 @@ def drafted_order(draft_ids: tuple[int, ...]) -> ChunkOrder:
 
 
 def test_a_chunk_with_drafts_has_a_mask_for_each_drawn_token() -> None:
-    assert drafted_order((5, 6)).token_mask == b"\1\0" b"\1\5" b"\1\6"
+    assert drafted_order((5, 6)).token_mask == b"\1\0\1\5\1\6"
     # One that restricts nothing is written out beside others.
-    assert drafted_order((5, 9)).token_mask == b"\1\0" b"\1\5" b"\xff\xff"
+    assert drafted_order((5, 9)).token_mask == b"\1\0\1\5\xff\xff"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ def test_matching_that_takes_too_long_for_its_tokens_is_a_400_that_names_the_kno
     grammar = compiled(EXAMPLES["regex"].spec)
     token = byte_tokenizer().encode("(")[0]
     slow = GrammarConstraint(grammar, VOCABULARY, ms_per_token=20.0, clock=_Clock(0.3))
-    assert slow.allowed_tokens_masks()[0] == constraint_of(EXAMPLES["regex"]).allowed_tokens_masks()[0]
+    other = constraint_of(EXAMPLES["regex"])
+    assert slow.allowed_tokens_masks() == other.allowed_tokens_masks()
     finish = slow.accept(token)
     assert finish is not None
     assert (finish.kind, finish.status_code) == ("abort", 400)
