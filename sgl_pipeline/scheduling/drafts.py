@@ -13,7 +13,13 @@ from sgl_pipeline.scheduling.ngram_drafts import NgramIndex, NgramRange
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.throttle import PipelineLoad, TokenBudget
-from sgl_pipeline.throttle.draft_budget import Acceptance, draft_budget, least_chance, may_draft
+from sgl_pipeline.throttle.draft_budget import (
+    MOST_ROWS,
+    Acceptance,
+    draft_budget,
+    least_chance,
+    may_draft,
+)
 
 # N-grams of SmolLM2's answers: 4 tokens draft nearly as well as 6, and one is better than none
 # (benchmark/speculation). An index has at most twice the capacity, at 400 bytes a token.
@@ -90,7 +96,9 @@ class Drafts:
         least = least_chance(load.step_times, work, is_alone=is_alone)
         if least > 1.0:
             return chunks
-        drafts = [self._draft(chunk.request, least) for chunk in chunks]
+        # To draft under a grammar takes time: about twice as many tokens as the step can have.
+        grammar_most = -(-2 * MOST_ROWS // len(chunks))
+        drafts = [self._draft(chunk.request, least, grammar_most) for chunk in chunks]
         chances = [
             self._drafters[chunk.request].chances(draft) if draft.token_ids else []
             for chunk, draft in zip(chunks, drafts, strict=True)
@@ -117,9 +125,10 @@ class Drafts:
         """The request has ended."""
         self._drafters.pop(request, None)
 
-    def _draft(self, request: Request, least_chance: float) -> Draft:
-        """The draft of a request, if its drafts are right often enough. A lease has no place for
-        rows that may be wrong, so such requests have none."""
+    def _draft(self, request: Request, least_chance: float, grammar_most: int) -> Draft:
+        """The draft of a request, if its drafts are right often enough; with a grammar one of at
+        most `grammar_most` tokens. A lease has no place for rows that may be wrong, so such
+        requests have none."""
         # The step draws a token behind the draft.
         most = min(self._most_each, request.stops.max_new_tokens - len(request.output_ids) - 1)
         if most <= 0 or request.lease is not None:
@@ -130,6 +139,7 @@ class Drafts:
         if request.constraint is not None:
             if drafter.best_chance < least_chance:
                 return _NO_DRAFT
+            most = min(most, grammar_most)
             return grammar_draft(request.constraint, most, drafter.index.next_token)
         if drafter.guesses.chance < least_chance:
             return _NO_DRAFT

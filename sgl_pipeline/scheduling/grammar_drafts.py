@@ -48,14 +48,11 @@ def grammar_draft(constraint: TokenConstraint, most: int, guess: Guess) -> Draft
         is_forced.append(forced)
         return True
 
-    while (left := most - len(token_ids)) > 0:
-        forced = constraint.forced_tokens()
-        if len(forced) > 1:
-            if all(extends(token_id, True) for token_id in forced[:-1][:left]):
-                continue
-            break
-        ending = forced[0] if forced else None
-        if not extends(guess(token_ids), False) and not extends(ending, False):
-            break
+    goes_on = True
+    while goes_on and len(token_ids) < most:
+        *inner, ending = constraint.forced_tokens() or (None,)
+        goes_on = all(extends(token_id, True) for token_id in inner[: most - len(token_ids)])
+        if goes_on and len(token_ids) < most:
+            goes_on = extends(guess(token_ids), False) or extends(ending, False)
     constraint.take_back()
     return Draft(tuple(token_ids), tuple(is_forced))

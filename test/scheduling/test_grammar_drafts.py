@@ -8,7 +8,7 @@ from sgl_pipeline.requests import FinishReason
 from sgl_pipeline.scheduling.grammar_drafts import Draft, grammar_draft, guessed
 
 # What is forced at the beginning and after each of these tokens; tokens from 50 on are refused.
-FORCED = {0: (1, 2, 3), 1: (2, 3), 2: (3,), 7: (8, 9), 8: (9,), 6: (60, 61)}
+FORCED = {0: (1, 2, 3), 7: (8, 9), 6: (60, 61)}
 REFUSED = 50
 
 

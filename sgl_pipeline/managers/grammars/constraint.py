@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 # CPU time of matching beyond the limit per token, for a few expensive tokens among cheap ones.
 ALLOWANCE_S = 0.25
 # The same for drafts, and their limit for each output token: a step takes milliseconds, and a draft
-# usually 0.1. A grammar that costs more has fewer drafts.
+# usually 0.3. A grammar that costs more has fewer drafts.
 DRAFT_ALLOWANCE_S = 0.02
-DRAFT_MS_PER_TOKEN = 0.5
+DRAFT_MS_PER_TOKEN = 1.0
+# A forced text is looked for in so many pieces of a token. It may have no end.
+MOST_PIECES = 16
 
 
 class GrammarConstraint:
@@ -84,20 +86,15 @@ class GrammarConstraint:
         if self._is_drafting_over():
             return ()
         started_s = self._clock()
-        try:
-            text = self._matcher.find_jump_forward_string()
-            return self._vocabulary.text_tokens.of(text) if text else ()
-        except UnicodeDecodeError:  # it begins or ends within a character
-            return ()
-        except Exception as error:
-            self._fail(f"looking for forced text failed: {error}", 500)
-            return ()
-        finally:
-            self._draft_s += self._clock() - started_s
+        text = self._forced_text()
+        forced = self._vocabulary.text_tokens.of(text) if text else ()
+        self._draft_s += self._clock() - started_s
+        return forced
 
     def try_token(self, token_id: int) -> bool:
         """See `requests.TokenConstraint`."""
-        if token_id in self._vocabulary.textless_ids or self._is_drafting_over():
+        is_text = token_id not in self._vocabulary.text_tokens.textless_ids
+        if not is_text or self._is_drafting_over():
             return False
         started_s = self._clock()
         is_accepted = self._tries(token_id)
@@ -141,6 +138,25 @@ class GrammarConstraint:
         self.take_back()
         self._draft_s += self._clock() - started_s
         return masks + [b""] * (len(draft_ids) - len(masks))
+
+    def _forced_text(self) -> bytes:
+        """The next bytes that the grammar leaves no choice about, as far as its masks show: masks,
+        because xgrammar's own search (find_jump_forward_string) has no bound."""
+        text, num_pieces = b"", 0
+        try:
+            while num_pieces < MOST_PIECES:
+                if not self._matcher.fill_next_token_bitmask(self._mask):
+                    break
+                piece, goes_on = self._vocabulary.text_tokens.forced_by(self._mask[0])
+                if not piece or not self._matcher.accept_string(piece):
+                    break
+                text, num_pieces = text + piece, num_pieces + 1
+                if not goes_on:
+                    break
+        except Exception as error:
+            self._fail(f"matching the grammar failed: {error}", 500)
+        self._matcher.rollback(num_pieces)
+        return text
 
     def _tries(self, token_id: int) -> bool:
         try:

@@ -18,13 +18,11 @@ from sgl_pipeline.managers.grammars.text_tokens import TextTokens
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """`size` is that of the model's logits. Tokens without text in the tokenizer are never allowed;
-    with the EOS ids they are the `textless_ids`. `text_tokens` writes texts as the model does.
+    """`size` is that of the model's logits. Tokens without text in the tokenizer are never allowed.
     `think_end_ids`: the tokens that end the model's thinking, or none."""
 
     tokenizer_info: xgrammar.TokenizerInfo
     size: int
-    textless_ids: frozenset[int]
     text_tokens: TextTokens
     think_end_ids: tuple[int, ...] = ()
 
@@ -54,13 +52,13 @@ def read_vocabulary(
         raise NoGrammarsError(
             f"structured output is not available: xgrammar cannot use this tokenizer ({error})"
         ) from error
-    return GrammarVocabulary(
-        info,
-        limits.vocab_size,
+    text_tokens = TextTokens(
+        partial(tokenizer.encode, add_special_tokens=False),
+        lambda: info.decoded_vocab,
         frozenset(info.special_token_ids) | frozenset(info.stop_token_ids),
-        TextTokens(partial(tokenizer.encode, add_special_tokens=False), lambda: info.decoded_vocab),
-        _think_end_ids(tokenizer, reasoning_parser),
     )
+    think_end_ids = _think_end_ids(tokenizer, reasoning_parser)
+    return GrammarVocabulary(info, limits.vocab_size, text_tokens, think_end_ids)
 
 
 def _think_end_ids(tokenizer: Any, reasoning_parser: str | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from support.grammars import EXAMPLES, LIMITS, compiled, setup, vocabulary
 
 from sgl_pipeline.managers.grammars.channel import CompiledJob, CompileJob
 from sgl_pipeline.managers.grammars.compilation import Compilation
-from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
+from sgl_pipeline.managers.grammars.constraint import MOST_PIECES, GrammarConstraint
 from sgl_pipeline.managers.grammars.reasoning import AfterReasoning
 from sgl_pipeline.managers.grammars.spec import GrammarSpec
 from sgl_pipeline.managers.grammars.vocabulary import read_vocabulary
@@ -57,7 +57,9 @@ GRAMMARS = st.one_of(
 
 
 def new_constraint(grammar: xgrammar.CompiledGrammar, **options: Any) -> GrammarConstraint:
-    return GrammarConstraint(grammar, VOCABULARY, **({"ms_per_token": 1000.0} | options))
+    """One for which no time passes, unless `options` say otherwise."""
+    timeless: dict[str, Any] = {"ms_per_token": 1.0, "clock": lambda: 0.0}
+    return GrammarConstraint(grammar, VOCABULARY, **(timeless | options))
 
 
 def regex(text: str, **options: Any) -> GrammarConstraint:
@@ -113,7 +115,6 @@ def test_tried_tokens_are_as_output_and_leave_nothing(
         finishes = [ours.accept(token_id) for token_id in [*draft[:num_right], drawn]]
         output_ids += [*draft[:num_right], drawn]
         assert finishes[:-1] == [None] * num_right
-        assert ours.allowed_tokens_masks() if finishes[-1] is None else True
         if finishes[-1] is not None:
             assert finishes[-1] == FinishReason("stop", matched=drawn)
             return
@@ -138,12 +139,19 @@ def test_tokens_that_end_the_output_or_have_no_text_are_refused_silently(capfd) 
     assert constraint.accept(TURN_END) == FinishReason("stop", matched=TURN_END)
 
 
-def test_text_that_ends_within_a_character_is_not_forced() -> None:
+def test_text_that_has_no_end_is_forced_in_part() -> None:
+    endless = 'root ::= "x" loop\nloop ::= "ab" loop'
+    constraint = new_constraint(compiled(GrammarSpec("ebnf", endless)))
+    forced = tuple(byte_tokenizer().encode("x" + "ab" * MOST_PIECES))
+    assert constraint.forced_tokens() == forced[:MOST_PIECES]
+    assert all(constraint.try_token(token_id) for token_id in forced)
+    constraint.take_back()
+    assert allowed_ids(constraint.allowed_tokens_masks()[0]) == [forced[0]]
+
+
+def test_forced_text_ends_with_a_whole_character() -> None:
     assert regex("ü[xy]").forced_tokens() == tuple(byte_tokenizer().encode("ü"))
     assert regex("[üö]x").forced_tokens() == ()  # they begin alike
-    constraint = regex("üx")
-    assert constraint.try_token(byte_tokenizer().encode("ü")[0])
-    assert constraint.forced_tokens() == ()
 
 
 class _Clock:
@@ -159,13 +167,14 @@ class _Clock:
 
 def test_drafts_that_take_too_long_end_until_there_is_more_output() -> None:
     (token_id,) = byte_tokenizer().encode("a")
-    constraint = regex("a{99}", clock=_Clock(0.012))
-    assert constraint.forced_tokens() == (token_id,) * 99
+    constraint = regex("a{99}", clock=_Clock(0.01125))
+    assert constraint.forced_tokens() == (token_id,) * MOST_PIECES
     assert constraint.try_token(token_id)
     assert not constraint.try_token(token_id)
     assert constraint.forced_tokens() == ()
     constraint.take_back()
-    for _ in range(9):  # 24 ms are over now
+    for _ in range(3):  # each gives one millisecond, of which 2.5 are owed
+        assert not constraint.try_token(token_id)
         assert constraint.accept(token_id) is None
     assert constraint.try_token(token_id)
 
@@ -173,12 +182,11 @@ def test_drafts_that_take_too_long_end_until_there_is_more_output() -> None:
 def test_drafts_are_not_charged_to_the_output() -> None:
     constraint = regex("a{99}", clock=_Clock(0.012), ms_per_token=0.1)
     (token_id,) = byte_tokenizer().encode("a")
-    for _ in range(50):
-        constraint.allowed_tokens_masks([token_id])[1]
-        if constraint.accept(token_id) is not None:
-            break
+    num_tokens = 0
+    while constraint.allowed_tokens_masks([token_id]) and constraint.accept(token_id) is None:
+        num_tokens += 1
     # A mask and a token take 24 ms of the allowance's 250.
-    assert constraint._num_tokens == 11
+    assert num_tokens == 10
 
 
 @pytest.mark.parametrize("goes_there", [False, True])
