@@ -4,11 +4,11 @@ A draft delays and displaces no other request: a step with prompts has none, and
 are free ones that no running request is about to need.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sgl_pipeline.microbatch import Chunk, work_of
 from sgl_pipeline.requests import Request
-from sgl_pipeline.scheduling.grammar_drafts import Draft, grammar_draft, guessed
+from sgl_pipeline.scheduling.grammar_drafts import Draft, DraftKind, grammar_draft, guessed
 from sgl_pipeline.scheduling.ngram_drafts import NgramIndex, NgramRange
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
@@ -25,49 +25,44 @@ from sgl_pipeline.throttle.draft_budget import (
 # (benchmark/speculation). An index has at most twice the capacity, at 400 bytes a token.
 LENGTHS = NgramRange(1, 4)
 CAPACITY = 8192
-# A forced text can be written in other tokens than expected, which is rare.
-FORCED_CHANCE = 0.9
-_NEW, _NEW_FORCED = Acceptance(), Acceptance(prior_chance=FORCED_CHANCE)
+# The chances of a request's first draft tokens. A forced text can be written in other tokens than
+# expected, which is rare.
+FIRST_CHANCES = {DraftKind.GUESS: 0.5, DraftKind.FORCED: 0.9, DraftKind.ENDING: 0.5}
 _NO_DRAFT = Draft()
+
+
+def _new_acceptance() -> dict[DraftKind, Acceptance]:
+    return {kind: Acceptance(prior_chance=chance) for kind, chance in FIRST_CHANCES.items()}
 
 
 @dataclass(slots=True)
 class _Drafter:
-    """The index of one request, how often guesses and forced tokens were right, and the draft of
-    its newest step."""
+    """The index of one request, how often its draft tokens of each kind were right, and the draft
+    of its newest step."""
 
     index: NgramIndex
-    guesses: Acceptance = _NEW
-    forced: Acceptance = _NEW_FORCED
+    acceptance: dict[DraftKind, Acceptance] = field(default_factory=_new_acceptance)
     draft: Draft = _NO_DRAFT
-
-    @property
-    def best_chance(self) -> float:
-        """The chance that a token of the likelier kind is right."""
-        return max(self.guesses.chance, self.forced.chance)
 
     def chances(self, draft: Draft) -> list[float]:
         """The chances that the tokens of `draft` are right, each if those before it are."""
-        by_kind = (self.guesses.chance, self.forced.chance)
-        return [by_kind[is_forced] for is_forced in draft.is_forced]
+        return [self.acceptance[kind].chance for kind in draft.kinds]
 
     def goes(self, draft: Draft) -> None:
-        """The request's next step has `draft`. What it has none of is slowly forgotten."""
+        """The request's next step has `draft`. A kind that it has none of is slowly forgotten."""
         self.draft = draft
-        if all(draft.is_forced):
-            self.guesses = self.guesses.after(0, 0)
-        if not any(draft.is_forced):
-            self.forced = self.forced.after(0, 0)
+        for kind, acceptance in self.acceptance.items():
+            if kind not in draft.kinds:
+                self.acceptance[kind] = acceptance.after(0, 0)
 
     def learn(self, num_drafted: int, num_right: int) -> None:
         """The newest step had the first `num_drafted` tokens of its draft, `num_right` were
         right."""
-        draft, num_checked = self.draft, min(num_drafted, num_right + 1)
-        checked, right = draft.num_forced(num_checked), draft.num_forced(num_right)
-        if any(draft.is_forced):
-            self.forced = self.forced.after(checked, right)
-        if not all(draft.is_forced):
-            self.guesses = self.guesses.after(num_checked - checked, num_right - right)
+        right = self.draft.kinds[:num_right]
+        checked = self.draft.kinds[: min(num_drafted, num_right + 1)]
+        for kind in set(self.draft.kinds):
+            acceptance = self.acceptance[kind]
+            self.acceptance[kind] = acceptance.after(checked.count(kind), right.count(kind))
 
 
 class Drafts:
@@ -137,11 +132,11 @@ class Drafts:
         if drafter is None:
             drafter = self._drafters[request] = _Drafter(NgramIndex(request, LENGTHS, CAPACITY))
         if request.constraint is not None:
-            if drafter.best_chance < least_chance:
+            if max(one.chance for one in drafter.acceptance.values()) < least_chance:
                 return _NO_DRAFT
             most = min(most, grammar_most)
             return grammar_draft(request.constraint, most, drafter.index.next_token)
-        if drafter.guesses.chance < least_chance:
+        if drafter.acceptance[DraftKind.GUESS].chance < least_chance:
             return _NO_DRAFT
         return guessed(drafter.index.draft(most))
 

@@ -6,6 +6,7 @@ that the drafter's guess goes first.
 """
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 from sgl_pipeline.requests import TokenConstraint
@@ -14,45 +15,50 @@ from sgl_pipeline.requests import TokenConstraint
 Guess = Callable[[Sequence[int]], int | None]
 
 
+class DraftKind(IntEnum):
+    """The origin of a draft token: guessed, inside a text that a grammar forces, or its end."""
+
+    GUESS = 0
+    FORCED = 1
+    ENDING = 2
+
+
 class Draft(NamedTuple):
-    """The tokens of a draft; `is_forced` says of each whether it is inside a text that a grammar
-    forces."""
+    """The tokens of a draft, and the kind of each."""
 
     token_ids: tuple[int, ...] = ()
-    is_forced: tuple[bool, ...] = ()
+    kinds: tuple[DraftKind, ...] = ()
 
     def first(self, count: int) -> "Draft":
         """The first `count` tokens of it."""
-        return Draft(self.token_ids[:count], self.is_forced[:count])
-
-    def num_forced(self, count: int) -> int:
-        """Number of forced tokens among the first `count`."""
-        return sum(self.is_forced[:count])
+        return Draft(self.token_ids[:count], self.kinds[:count])
 
 
 def guessed(token_ids: Sequence[int]) -> Draft:
-    """A draft without a forced token."""
-    return Draft(tuple(token_ids), (False,) * len(token_ids))
+    """A draft of guesses alone."""
+    return Draft(tuple(token_ids), (DraftKind.GUESS,) * len(token_ids))
 
 
 def grammar_draft(constraint: TokenConstraint, most: int, guess: Guess) -> Draft:
     """A draft of at most `most` tokens, each of which the grammar allows after those before it.
     `constraint` is as before when this returns."""
     token_ids: list[int] = []
-    is_forced: list[bool] = []
+    kinds: list[DraftKind] = []
 
-    def extends(token_id: int | None, forced: bool) -> bool:
+    def extends(token_id: int | None, kind: DraftKind) -> bool:
         if token_id is None or not constraint.try_token(token_id):
             return False
         token_ids.append(token_id)
-        is_forced.append(forced)
+        kinds.append(kind)
         return True
 
     goes_on = True
     while goes_on and len(token_ids) < most:
         *inner, ending = constraint.forced_tokens() or (None,)
-        goes_on = all(extends(token_id, True) for token_id in inner[: most - len(token_ids)])
+        inner = inner[: most - len(token_ids)]
+        goes_on = all(extends(token_id, DraftKind.FORCED) for token_id in inner)
         if goes_on and len(token_ids) < most:
-            goes_on = extends(guess(token_ids), False) or extends(ending, False)
+            is_guessed = extends(guess(token_ids), DraftKind.GUESS)
+            goes_on = is_guessed or extends(ending, DraftKind.ENDING)
     constraint.take_back()
-    return Draft(tuple(token_ids), tuple(is_forced))
+    return Draft(tuple(token_ids), tuple(kinds))

@@ -9,12 +9,11 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, Lease, Request
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.scheduling.drafts import FORCED_CHANCE
-from sgl_pipeline.scheduling.grammar_drafts import Draft
+from sgl_pipeline.scheduling.drafts import FIRST_CHANCES
+from sgl_pipeline.scheduling.grammar_drafts import Draft, DraftKind, guessed
 from sgl_pipeline.throttle.draft_budget import ROWS_UNTIMED, Acceptance
 
 LOOP = [1, 2, 3, 4] * 4  # what follows is likely to go on like this
-FORCED_WRONG = Acceptance(9.0, 0.0, FORCED_CHANCE)
 ABORTED = FinishReason("abort", message="the client went away")
 
 
@@ -99,23 +98,25 @@ def test_the_draft_of_a_request_with_a_grammar_is_what_the_grammar_says_and_then
     scheduler, request = scheduler_of(), make_request("grammar", LOOP, 9, constrained=True)
     microbatch = decode_step(scheduler, request)
     assert drafts_of(microbatch) == [(2, 3, 4)]
-    assert scheduler.drafts._drafters[request].draft == Draft((2, 3, 4), (True, True, False))
+    drafter = scheduler.drafts._drafters[request]
+    kinds = (DraftKind.FORCED, DraftKind.FORCED, DraftKind.GUESS)
+    assert drafter.draft == Draft((2, 3, 4), kinds)
     scheduler.on_result(microbatch.step_id, [2, 3, 1, 1], 0.0)
     # Of two forced tokens both were right, the guess was wrong.
-    drafter = scheduler.drafts._drafters[request]
-    assert drafter.forced.chance == (2 + 2 * FORCED_CHANCE) / (2 + 2)
-    assert drafter.guesses.chance == (0 + 1) / (1 + 2)
+    first = FIRST_CHANCES[DraftKind.FORCED]
+    assert drafter.acceptance[DraftKind.FORCED].chance == (2 + 2 * first) / (2 + 2)
+    assert drafter.acceptance[DraftKind.GUESS].chance == (0 + 1) / (1 + 2)
 
 
-def test_what_a_draft_has_none_of_is_slowly_forgotten() -> None:
+def test_a_kind_that_a_draft_has_none_of_is_slowly_forgotten() -> None:
     scheduler, request = scheduler_of(), loop_request()
     decode_step(scheduler, request)
-    drafter = scheduler.drafts._drafters[request]
-    drafter.forced = FORCED_WRONG
+    drafter, wrong = scheduler.drafts._drafters[request], Acceptance(9.0, 0.0, 0.9)
+    drafter.acceptance[DraftKind.FORCED] = wrong
     drafter.learn(3, 1)
-    assert drafter.forced == FORCED_WRONG
-    drafter.goes(Draft((2, 3), (False, False)))
-    assert FORCED_WRONG.chance < drafter.forced.chance < FORCED_CHANCE
+    assert drafter.acceptance[DraftKind.FORCED] == wrong
+    drafter.goes(guessed([2, 3]))
+    assert wrong.chance < drafter.acceptance[DraftKind.FORCED].chance < 0.9
 
 
 def test_requests_with_a_lease_have_none() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from sgl_pipeline.requests import FinishReason
-from sgl_pipeline.scheduling.grammar_drafts import Draft, grammar_draft, guessed
+from sgl_pipeline.scheduling.grammar_drafts import Draft, DraftKind, grammar_draft, guessed
 
 # What is forced at the beginning and after each of these tokens; tokens from 50 on are refused.
 FORCED = {0: (1, 2, 3), 7: (8, 9), 6: (60, 61)}
@@ -46,24 +46,24 @@ def draft_of(most: int, guesses: Mapping[int, int]) -> Draft:
 
 
 @pytest.mark.parametrize(
-    ("guesses", "token_ids", "num_forced"),
+    ("guesses", "token_ids", "kinds"),
     [
-        ({}, (1, 2, 3), 2),
+        ({}, (1, 2, 3), "FFE"),
         # A guess goes before the end of the forced text, if it is allowed.
-        ({2: 30}, (1, 2, 30), 2),
-        ({2: 50}, (1, 2, 3), 2),
-        ({2: 3, 3: 7}, (1, 2, 3, 7, 8, 9), 3),
-        ({3: 51}, (1, 2, 3), 2),
+        ({2: 30}, (1, 2, 30), "FFG"),
+        ({2: 50}, (1, 2, 3), "FFE"),
+        ({2: 3, 3: 7}, (1, 2, 3, 7, 8, 9), "FFGGFE"),
+        ({3: 51}, (1, 2, 3), "FFE"),
         # Forced text in tokens that the grammar refuses ends the draft.
-        ({3: 6, 6: 4}, (1, 2, 3, 6), 2),
+        ({3: 6, 6: 4}, (1, 2, 3, 6), "FFEG"),
     ],
 )
 def test_guesses_stand_between_forced_texts(
-    guesses: Mapping[int, int], token_ids: tuple[int, ...], num_forced: int
+    guesses: Mapping[int, int], token_ids: tuple[int, ...], kinds: str
 ) -> None:
     draft = draft_of(20, guesses)
     assert draft.token_ids == token_ids
-    assert draft.num_forced(len(token_ids)) == num_forced
+    assert "".join(kind.name[0] for kind in draft.kinds) == kinds
 
 
 @pytest.mark.parametrize("most", range(8))
@@ -77,6 +77,5 @@ def test_a_loop_of_guesses_ends_with_the_draft() -> None:
     assert draft_of(9, {3: 4, 4: 5, 5: 4}).token_ids == (1, 2, 3, 4, 5, 4, 5, 4, 5)
 
 
-def test_a_draft_of_guesses_has_no_forced_token() -> None:
-    assert guessed([5, 6]) == Draft((5, 6), (False, False))
-    assert guessed([5, 6]).num_forced(2) == 0
+def test_a_draft_of_guesses_alone() -> None:
+    assert guessed([5, 6]) == Draft((5, 6), (DraftKind.GUESS, DraftKind.GUESS))
