@@ -25,8 +25,18 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.5, "sampling_seed": 6, "max_new_tokens": 40, "frequency_penalty": 0.3},
     {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True, "stop": ["a", "e"]},
     {"temperature": 0, "max_new_tokens": 60, "json_schema": json.dumps(SCHEMA)},
-    {"temperature": 0.9, "sampling_seed": 7, "max_new_tokens": 60, "json_schema": json.dumps(SCHEMA)},
-    {"temperature": 0.9, "sampling_seed": 8, "max_new_tokens": 40, "regex": "The answer is [a-z]+\\."},
+    {
+        "temperature": 0.9,
+        "sampling_seed": 7,
+        "max_new_tokens": 60,
+        "json_schema": json.dumps(SCHEMA),
+    },
+    {
+        "temperature": 0.9,
+        "sampling_seed": 8,
+        "max_new_tokens": 40,
+        "regex": "The answer is [a-z]+\\.",
+    },
 ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from os.path import commonprefix
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -52,9 +52,9 @@ class TextTokens:
         all_bytes = self._all_bytes()
         texts = sorted(all_bytes[token] for token in allowed)
         # A text that others begin with stands right before one of them.
-        pairs = zip(texts, texts[1:], strict=False)
-        longest = [*(one for one, after in pairs if not after.startswith(one)), texts[-1]]
-        return commonprefix([longest[0], longest[-1]]), len(longest) == 1
+        longest = [one for one, after in pairwise(texts) if not after.startswith(one)]
+        longest.append(texts[-1])
+        return _common_beginning(longest[0], longest[-1]), len(longest) == 1
 
     def of(self, text: bytes) -> tuple[int, ...]:
         """The tokens in which a model is likely to write `text`, behind other text; none where they
@@ -72,3 +72,8 @@ class TextTokens:
         behind = tuple(token_ids[begin:])
         is_equal = b"".join(all_bytes[token] for token in behind) == expected
         return behind if is_equal else ()
+
+
+def _common_beginning(one: bytes, other: bytes) -> bytes:
+    pairs = zip(one, other, strict=False)
+    return bytes(byte for byte, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

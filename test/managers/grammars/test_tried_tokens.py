@@ -120,9 +120,7 @@ def test_tried_tokens_are_as_output_and_leave_nothing(
             return
 
 
-def drafted(
-    constraint: TokenConstraint, mask: bytes, thinks: bool
-) -> st.SearchStrategy[int]:
+def drafted(constraint: TokenConstraint, mask: bytes, thinks: bool) -> st.SearchStrategy[int]:
     """Forced tokens, those of the end of the thinking, allowed ones and any."""
     likely = [*constraint.forced_tokens()[:1], *(THINK_END if thinks else ())]
     return st.sampled_from([*likely * 9, *allowed_ids(mask)[:9], *allowed_ids(mask)[-9:], 5, 300])
@@ -202,7 +200,9 @@ def test_a_dead_end_behind_a_draft_fails_only_a_request_that_gets_there(goes_the
     tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
     known = read_vocabulary(tokenizer, LIMITS, None)
     info = known.tokenizer_info
-    job = Compilation(setup(vocabulary=info.serialize_json())).run(CompileJob(1, "regex", "a(bz|cb)"))
+    job = Compilation(setup(vocabulary=info.serialize_json())).run(
+        CompileJob(1, "regex", "a(bz|cb)")
+    )
     assert isinstance(job, CompiledJob)
     grammar = xgrammar.CompiledGrammar.deserialize_json(job.grammar, info)
     drafting, plain = (GrammarConstraint(grammar, known, 1000.0) for _ in range(2))
