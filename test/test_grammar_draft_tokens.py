@@ -176,7 +176,7 @@ def test_however_many_drafts_are_right(
 def test_though_pages_run_out_and_stages_are_lost(expected: list[Request]) -> None:
     """A pool for about two requests, and kills while drafts are in flight."""
     for seed in range(2):
-        pipeline, requests = new_pipeline(2, num_pages=44, log_pages=12), make_requests()
+        pipeline, requests = new_pipeline(2, num_pages=26, log_pages=12), make_requests()
         drafts = force_drafts(pipeline, expected, 0.3)
         pipeline.run(requests, partial(lose_some, pipeline, random.Random(seed)))
         assert outcome(requests) == outcome(expected)

@@ -25,7 +25,7 @@ class ScriptedGrammar:
         raise AssertionError("drafts are no output")
 
     def forced_tokens(self) -> tuple[int, ...]:
-        return FORCED.get(([0] + self.tried)[-1], ())
+        return FORCED.get([0, *self.tried][-1], ())
 
     def try_token(self, token_id: int) -> bool:
         if token_id >= REFUSED:
@@ -40,7 +40,7 @@ class ScriptedGrammar:
 def draft_of(most: int, guesses: Mapping[int, int]) -> Draft:
     """The draft where `guesses` says what follows each token."""
     grammar = ScriptedGrammar()
-    draft = grammar_draft(grammar, most, lambda after: guesses.get(([0, *after])[-1]))
+    draft = grammar_draft(grammar, most, lambda after: guesses.get([0, *after][-1]))
     assert grammar.tried == []
     return draft
 
