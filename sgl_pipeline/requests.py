@@ -4,6 +4,7 @@ Only `scheduling/` changes a `Request`, which never leaves the scheduler process
 `SamplingSpec` and `LogprobSpec` travel to the stages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, Protocol
@@ -116,16 +117,29 @@ class StopCheck(Protocol):
 class TokenConstraint(Protocol):
     """A grammar that the output must match (`managers/grammars/constraint.py`).
 
-    It follows the output tokens, which a retraction does not change. Neither method raises.
+    It follows the output tokens, which a retraction does not change. Tokens behind them can be
+    tried, for drafts; all are taken back before the next mask or output token. No method raises.
     """
 
-    def allowed_tokens_mask(self) -> bytes:
-        """The tokens that may be drawn next: bit `i % 8` of byte `i // 8` stands for token i, over
+    def allowed_tokens_masks(self, draft_ids: Sequence[int] = ()) -> list[bytes]:
+        """A mask of the tokens that may be drawn next, and one for after each of `draft_ids`, which
+        can be tried one after the other. Bit `i % 8` of byte `i // 8` stands for token i, over
         4 * ceil(V / 32) bytes for a vocabulary of V. Empty: any token may be drawn."""
 
     def accept(self, token_id: int) -> FinishReason | None:
         """Takes the newest output token. Gives the reason why the request cannot go on: "stop" when
         the output is complete and ended, "abort" when it cannot be continued by the rules."""
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        """The text that must come next, after the tokens that were tried, in the tokens that a
+        model is likely to write it in. The last may be drawn as one with what follows it."""
+
+    def try_token(self, token_id: int) -> bool:
+        """True if the token may come next and does not end the output; then the next call is about
+        what follows it."""
+
+    def take_back(self) -> None:
+        """Forgets the tokens that were tried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ Random weights and temperature 1, so that nothing but the mask keeps the output 
 
 import pytest
 from support.front_model import TURN_END, byte_tokenizer
-from support.grammars import EXAMPLES, LIMITS, compiled
+from support.grammars import EXAMPLES, LIMITS, compiled, vocabulary
 from support.local_pipeline import LocalPipeline
-from support.tiny_models import VOCAB_SIZE, tiny_model
+from support.tiny_models import tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
@@ -20,6 +20,7 @@ CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_st
 MAX_NEW_TOKENS = 60
 # Each with a bounded length, but for white space.
 NAMES = ("json", "regex", "ebnf", "structural_tag")
+VOCABULARY = vocabulary()
 GRAMMARS = {name: compiled(EXAMPLES[name].spec) for name in NAMES}
 
 
@@ -37,7 +38,7 @@ def make_request(
     prompt = byte_tokenizer().encode(f"The same beginning for everyone. Request {number}: ")
     request = Request(f"r{number}", prompt, sampling, StopRules(max_new_tokens, stop_ids))
     if grammar is not None:
-        request.constraint = GrammarConstraint(GRAMMARS[grammar], VOCAB_SIZE, ms_per_token=1000.0)
+        request.constraint = GrammarConstraint(GRAMMARS[grammar], VOCABULARY, ms_per_token=1000.0)
     return request
 
 
@@ -131,7 +132,7 @@ def test_a_length_limit_cuts_a_grammar_short() -> None:
 def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     failing, other = make_request(1, "json"), make_request(0, "json")
     failing.constraint = GrammarConstraint(
-        GRAMMARS["json"], VOCAB_SIZE, ms_per_token=20.0, clock=iter(range(10**6)).__next__
+        GRAMMARS["json"], VOCABULARY, ms_per_token=20.0, clock=iter(range(10**6)).__next__
     )
     LocalPipeline(tiny_model("qwen3"), (3, 3)).run([failing, other])
     assert failing.finish is not None

@@ -1,5 +1,6 @@
 """Whole engines with drafts and without: the same tokens, log-probabilities and ends."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +13,22 @@ pytestmark = pytest.mark.multiproc
 PROMPTS = [
     f"<|user|>{text}<|end|><|assistant|>" for text in ("Spell the word cat.", "3 + 4?", "Hi")
 ]
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"first_name": {"enum": ["Ann", "Paul"]}, "is_member": {"type": "boolean"}},
+        "required": ["first_name", "is_member"],
+        "additionalProperties": False,
+    }
+)
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0, "max_new_tokens": 90, "ignore_eos": True},
     {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 5, "max_new_tokens": 40},
     {"temperature": 0.5, "sampling_seed": 6, "max_new_tokens": 40, "frequency_penalty": 0.3},
     {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True, "stop": ["a", "e"]},
+    {"temperature": 0, "max_new_tokens": 60, "json_schema": SCHEMA},
+    {"temperature": 0.9, "sampling_seed": 7, "max_new_tokens": 60, "json_schema": SCHEMA},
+    {"temperature": 0.9, "sampling_seed": 8, "max_new_tokens": 40, "regex": "It is [a-z]+\\."},
 ]
 
 

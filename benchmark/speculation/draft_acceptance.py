@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.speculation.prompts import chat_ids
+from benchmark.speculation.prompts import SCHEMAS, chat_ids
 from benchmark.speculation.replay import (
     Answer,
     budget_of_one,
@@ -146,6 +146,8 @@ def _generated(name: str, output_tokens: int) -> dict[str, list[tuple[list[int],
     answers: dict[str, list[tuple[list[int], list[int]]]] = {}
     with sgl_pipeline.Engine(model_path=str(model.path), pp=1) as engine:
         for kind, prompt_ids in chat_ids(model.directory).items():
+            if kind in SCHEMAS:  # the replay has no grammars
+                continue
             results = engine.generate(input_ids=prompt_ids, sampling_params=sampling)
             outputs = [result["output_ids"] for result in results]
             answers[kind] = list(zip(prompt_ids, outputs, strict=True))

@@ -20,7 +20,7 @@ from typing import Any
 
 import requests
 
-from benchmark.speculation.prompts import chat_ids
+from benchmark.speculation.prompts import SCHEMAS, chat_ids
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.engine import Engine, EngineFailure
@@ -38,11 +38,12 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Prompts that so many clients share."""
+    """Prompts that so many clients share, and the JSON schema of each answer; empty: none."""
 
     kind: str
     clients: int
     prompts: tuple[tuple[int, ...], ...]
+    schemas: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -124,11 +125,15 @@ def _measure(options: Options) -> Report:
 
 def loads_of(prompts: Mapping[str, Sequence[Sequence[int]]], clients: int) -> list[Load]:
     """The loads of so many clients: each kind by itself for one, all kinds for several."""
-    tuples = {kind: tuple(map(tuple, of_kind)) for kind, of_kind in prompts.items()}
+    of_kinds = [
+        Load(kind, 1, tuple(map(tuple, of_kind)), (SCHEMAS.get(kind, ""),) * len(of_kind))
+        for kind, of_kind in prompts.items()
+    ]
     if clients == 1:
-        return [Load(kind, 1, of_kind) for kind, of_kind in tuples.items()]
-    in_turn = tuple(chain.from_iterable(zip(*tuples.values(), strict=True)))
-    return [Load(_ALL_KINDS, clients, in_turn)]
+        return of_kinds
+    in_turn = chain.from_iterable(zip(*(one.prompts for one in of_kinds), strict=True))
+    schemas = chain.from_iterable(zip(*(one.schemas for one in of_kinds), strict=True))
+    return [Load(_ALL_KINDS, clients, tuple(in_turn), tuple(schemas))]
 
 
 def ratios(runs: Sequence[Answers]) -> dict[str, list[float]]:
@@ -178,8 +183,9 @@ def _ask_all(
     """Raises EngineFailure for a request that fails."""
     sampling = {"temperature": 0, "max_new_tokens": output_tokens}
 
-    def ask(prompt: Sequence[int]) -> tuple[int, ...]:
-        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+    def ask(prompt: Sequence[int], schema: str) -> tuple[int, ...]:
+        held = {"json_schema": schema} if schema else {}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling | held}
         reply = requests.post(f"{engine.base_url}/generate", json=body, timeout=_TIMEOUT_S)
         if reply.status_code != 200:
             raise EngineFailure(f"{engine.label}: status {reply.status_code}: {reply.text[:300]}")
@@ -187,7 +193,7 @@ def _ask_all(
 
     with ThreadPoolExecutor(load.clients) as clients:
         began_s = time.monotonic()
-        outputs = tuple(clients.map(ask, load.prompts))
+        outputs = tuple(clients.map(ask, load.prompts, load.schemas))
         seconds = time.monotonic() - began_s
     return Answers(drafts, load.name, round_number, seconds, outputs)
 

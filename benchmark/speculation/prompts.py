@@ -1,9 +1,10 @@
-"""Prompts of the four kinds that drafts are measured with, from this repository's own texts.
+"""Prompts of the kinds that drafts are measured with, from this repository's own texts.
 
 Code edits repeat a file, retrieval answers quote a page, records repeat their keys, chats repeat
-little. Functions of the files.
+little, and the answers of one kind are held to a JSON schema. Functions of the files.
 """
 
+import json
 import re
 from collections.abc import Callable
 from itertools import product
@@ -33,6 +34,37 @@ _SHAPES = (
     "with the keys id, name, description and active",
     'like {"id": 1, "name": "...", "tags": ["...", "..."], "size": {"width": 1, "height": 2}}',
 )
+_ORDERS = (
+    "Ann Smith from Lyon bought three books.",
+    "Paolo Conti in Rome ordered a bicycle, and it is urgent.",
+    "Hans Maier, Berlin, has paid and wants his money back.",
+    "Two lamps go to a hotel in Paris.",
+    "A school in Munich waits for forty chairs.",
+    "Eva has not paid for her shoes yet.",
+    "The tenth order of a customer in Naples is a clock.",
+    "A baker in Nice needs flour until tomorrow.",
+)
+_ORDER_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string"},
+        "shipping_address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string"},
+                "city": {"type": "string"},
+                "postal_code": {"type": "string", "pattern": "^[0-9]{5}$"},
+                "country": {"enum": ["Germany", "France", "Italy"]},
+            },
+            "required": ["street", "city", "postal_code", "country"],
+            "additionalProperties": False,
+        },
+        "payment_status": {"enum": ["pending", "completed", "refunded"]},
+        "is_priority": {"type": "boolean"},
+    },
+    "required": ["customer_name", "shipping_address", "payment_status", "is_priority"],
+    "additionalProperties": False,
+}
 _CHATS = (
     "How do I cook rice so that it does not stick?",
     "Explain why the sky is blue to a child.",
@@ -69,6 +101,11 @@ def records() -> list[str]:
     ]
 
 
+def orders() -> list[str]:
+    """Sentences to be written as JSON by a schema, with keys of several tokens."""
+    return [f"Write this order as JSON: {text}" for text in _ORDERS]
+
+
 def chats() -> list[str]:
     """Questions without a text."""
     return list(_CHATS)
@@ -78,8 +115,11 @@ KINDS: dict[str, Callable[[], list[str]]] = {
     "code edit": code_edits,
     "retrieval": retrieval_answers,
     "JSON": records,
+    "JSON by schema": orders,
     "chat": chats,
 }
+# The schemas of the kinds whose answers are held to one.
+SCHEMAS = {"JSON by schema": json.dumps(_ORDER_SCHEMA)}
 
 
 def chat_ids(directory: Path) -> dict[str, list[list[int]]]:

@@ -45,7 +45,7 @@ def budget_of_one(times: StepTimes, most_each: int) -> Budget:
     """The budget of a request that decodes alone."""
     work = StepWork(1, 1, 1, 0, 1)
     return lambda acceptance: draft_budget(
-        times, work, [acceptance.chance], most_each, is_alone=True
+        times, work, [[acceptance.chance] * most_each], is_alone=True
     )[0]
 
 

@@ -8,24 +8,61 @@ from dataclasses import dataclass, field
 
 from sgl_pipeline.microbatch import Chunk, work_of
 from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.grammar_drafts import Draft, DraftKind, grammar_draft, guessed
 from sgl_pipeline.scheduling.ngram_drafts import NgramIndex, NgramRange
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.throttle import PipelineLoad, TokenBudget
-from sgl_pipeline.throttle.draft_budget import Acceptance, draft_budget, least_chance, may_draft
+from sgl_pipeline.throttle.draft_budget import (
+    MOST_ROWS,
+    Acceptance,
+    draft_budget,
+    least_chance,
+    may_draft,
+)
 
 # N-grams of SmolLM2's answers: 4 tokens draft nearly as well as 6, and one is better than none
 # (benchmark/speculation). An index has at most twice the capacity, at 400 bytes a token.
 LENGTHS = NgramRange(1, 4)
 CAPACITY = 8192
+# The chances of a request's first draft tokens. A forced text can be written in other tokens than
+# expected, which is rare.
+FIRST_CHANCES = {DraftKind.GUESS: 0.5, DraftKind.FORCED: 0.9, DraftKind.ENDING: 0.5}
+_NO_DRAFT = Draft()
+
+
+def _new_acceptance() -> dict[DraftKind, Acceptance]:
+    return {kind: Acceptance(prior_chance=chance) for kind, chance in FIRST_CHANCES.items()}
 
 
 @dataclass(slots=True)
 class _Drafter:
-    """The index of one request, and how often its drafts were right."""
+    """The index of one request, how often its draft tokens of each kind were right, and the draft
+    of its newest step."""
 
     index: NgramIndex
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: dict[DraftKind, Acceptance] = field(default_factory=_new_acceptance)
+    draft: Draft = _NO_DRAFT
+
+    def chances(self, draft: Draft) -> list[float]:
+        """The chances that the tokens of `draft` are right, each if those before it are."""
+        return [self.acceptance[kind].chance for kind in draft.kinds]
+
+    def goes(self, draft: Draft) -> None:
+        """The request's next step has `draft`. A kind that it has none of is slowly forgotten."""
+        self.draft = draft
+        for kind, acceptance in self.acceptance.items():
+            if kind not in draft.kinds:
+                self.acceptance[kind] = acceptance.after(0, 0)
+
+    def learn(self, num_drafted: int, num_right: int) -> None:
+        """The newest step had the first `num_drafted` tokens of its draft, `num_right` were
+        right."""
+        right = self.draft.kinds[:num_right]
+        checked = self.draft.kinds[: min(num_drafted, num_right + 1)]
+        for kind in set(self.draft.kinds):
+            acceptance = self.acceptance[kind]
+            self.acceptance[kind] = acceptance.after(checked.count(kind), right.count(kind))
 
 
 class Drafts:
@@ -54,14 +91,16 @@ class Drafts:
         least = least_chance(load.step_times, work, is_alone=is_alone)
         if least > 1.0:
             return chunks
-        drafts = [self._draft(chunk.request, least) for chunk in chunks]
+        # To draft under a grammar takes time: about twice as many tokens as the step can have.
+        grammar_most = -(-2 * MOST_ROWS // len(chunks))
+        drafts = [self._draft(chunk.request, least, grammar_most) for chunk in chunks]
         chances = [
-            self._drafters[chunk.request].acceptance.chance if draft else 0.0
+            self._drafters[chunk.request].chances(draft) if draft.token_ids else []
             for chunk, draft in zip(chunks, drafts, strict=True)
         ]
-        counts = draft_budget(load.step_times, work, chances, self._most_each, is_alone=is_alone)
+        counts = draft_budget(load.step_times, work, chances, is_alone=is_alone)
         extended = [
-            self._with_draft(chunk, draft[:count])
+            self._go(chunk, draft.first(count))
             for chunk, draft, count in zip(chunks, drafts, counts, strict=True)
         ]
         return sorted(extended, key=lambda chunk: chunk.length > 1)
@@ -75,31 +114,39 @@ class Drafts:
         self.num_accepted += num_right
         drafter = self._drafters.get(chunk.request)
         if drafter is not None:
-            drafter.acceptance = drafter.acceptance.after(num_drafted, num_right)
+            drafter.learn(num_drafted, num_right)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._drafters.pop(request, None)
 
-    def _draft(self, request: Request, least_chance: float) -> tuple[int, ...]:
-        """The draft of a request, if its drafts are right often enough.
-
-        A grammar has a mask for the next token only, and a lease no place for rows that may be
-        wrong, so such requests have none.
-        """
+    def _draft(self, request: Request, least_chance: float, grammar_most: int) -> Draft:
+        """The draft of a request, if its drafts are right often enough; with a grammar one of at
+        most `grammar_most` tokens. A lease has no place for rows that may be wrong, so such
+        requests have none."""
         # The step draws a token behind the draft.
         most = min(self._most_each, request.stops.max_new_tokens - len(request.output_ids) - 1)
-        if most <= 0 or request.constraint is not None or request.lease is not None:
-            return ()
+        if most <= 0 or request.lease is not None:
+            return _NO_DRAFT
         drafter = self._drafters.get(request)
         if drafter is None:
             drafter = self._drafters[request] = _Drafter(NgramIndex(request, LENGTHS, CAPACITY))
-        draft: tuple[int, ...] = ()
-        if drafter.acceptance.chance >= least_chance:
-            draft = drafter.index.draft(most)
-        if not draft:
-            drafter.acceptance = drafter.acceptance.after(0, 0)
-        return draft
+        if request.constraint is not None:
+            if max(one.chance for one in drafter.acceptance.values()) < least_chance:
+                return _NO_DRAFT
+            most = min(most, grammar_most)
+            return grammar_draft(request.constraint, most, drafter.index.next_token)
+        if drafter.acceptance[DraftKind.GUESS].chance < least_chance:
+            return _NO_DRAFT
+        return guessed(drafter.index.draft(most))
+
+    def _go(self, chunk: Chunk, draft: Draft) -> Chunk:
+        """The chunk with as much of `draft` as there are pages for."""
+        drafter = self._drafters.get(chunk.request)
+        if drafter is None:
+            return chunk
+        drafter.goes(draft)
+        return self._with_draft(chunk, draft.token_ids)
 
     def _with_draft(self, chunk: Chunk, draft: tuple[int, ...]) -> Chunk:
         """The chunk with as much of the draft as there are pages for."""

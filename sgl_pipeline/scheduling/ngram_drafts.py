@@ -5,6 +5,7 @@ prompt lookup. A draft is a guess that the stages check, so that a wrong one cos
 changes a token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -56,16 +57,25 @@ class NgramIndex:
 
         Where that place is closer to the end, its tokens repeat: a loop goes on as a loop.
         """
-        self.catch_up()
         end = self._request.num_tokens
-        follower = self._follower(self._request.tokens(max(0, end - self._lengths.longest), end))
+        follower = self._follower(())
         if follower is None:
             return ()
         followers = self._request.tokens(follower, min(end, follower + num_tokens))
         return tuple(islice(cycle(followers), num_tokens))
 
-    def _follower(self, newest: list[int]) -> int | None:
-        """The position after the latest place of the longest n-gram that `newest` ends with."""
+    def next_token(self, after: Sequence[int]) -> int | None:
+        """The token that is likely to follow if `after` are the request's next ones; None where no
+        n-gram at their end has occurred before."""
+        follower = self._follower(after)
+        return None if follower is None else self._request.tokens(follower, follower + 1)[0]
+
+    def _follower(self, after: Sequence[int]) -> int | None:
+        """The position after the latest place of the longest n-gram that the request with `after`
+        ends with."""
+        self.catch_up()
+        end, longest = self._request.num_tokens, self._lengths.longest
+        newest = [*self._request.tokens(max(0, end - longest), end), *after][-longest:]
         for length, young in self._young.items():
             if length <= len(newest):
                 ngram = hash(tuple(newest[-length:]))

@@ -24,27 +24,30 @@ LEAST_GAIN = 2.0
 ROWS_UNTIMED = 4
 
 _KEPT = 0.9
-_PRIOR_CHANCE, _PRIOR_WEIGHT = 0.5, 2.0
+_PRIOR_WEIGHT = 2.0
 
 
 class Acceptance(NamedTuple):
     """The draft tokens of a request that were `checked`, and those that were `right`: sums in which
-    a step counts a tenth less with every later one."""
+    a step counts a tenth less with every later one. `prior_chance` is the chance before any."""
 
     checked: float = 0.0
     right: float = 0.0
+    prior_chance: float = 0.5
 
     @property
     def chance(self) -> float:
         """Expected chance that the next draft token is right, if those before it are."""
-        return (self.right + _PRIOR_CHANCE * _PRIOR_WEIGHT) / (self.checked + _PRIOR_WEIGHT)
+        return (self.right + self.prior_chance * _PRIOR_WEIGHT) / (self.checked + _PRIOR_WEIGHT)
 
     def after(self, drafted: int, right: int) -> "Acceptance":
         """After a step with `drafted` draft tokens, of which the first `right` were right. What
         follows a wrong one was not checked. A request without drafts is slowly forgotten, so that
         it gets another trial."""
         checked = min(drafted, right + 1)
-        return Acceptance(_KEPT * self.checked + checked, _KEPT * self.right + right)
+        return self._replace(
+            checked=_KEPT * self.checked + checked, right=_KEPT * self.right + right
+        )
 
 
 def may_draft(load: PipelineLoad, budget: TokenBudget) -> bool:
@@ -68,8 +71,7 @@ def least_chance(times: StepTimes | None, work: StepWork, *, is_alone: bool) -> 
 def draft_budget(
     times: StepTimes | None,
     work: StepWork,
-    chances: Sequence[float],
-    most_each: int,
+    chances: Sequence[Sequence[float]],
     *,
     is_alone: bool,
 ) -> tuple[int, ...]:
@@ -79,11 +81,11 @@ def draft_budget(
     a time, if those gain enough.
 
     Args:
-        chances: that a draft token of the decode is right; 0.0: it has no draft.
-        most_each: of one decode.
+        chances: for each decode, those of its draft tokens: that each is right, if those before it
+            are.
         is_alone: no other request runs, so that a longer step delays no other.
     """
-    places = list(islice(_likeliest_first(chances, most_each), MOST_ROWS))
+    places = list(islice(_likeliest_first(chances), MOST_ROWS))
     if times is None:
         num_rows = min(len(places), max(0, ROWS_UNTIMED - work.decodes))
     else:
@@ -94,15 +96,15 @@ def draft_budget(
     return tuple(counts)
 
 
-def _likeliest_first(chances: Sequence[float], most_each: int) -> Iterator[tuple[float, int]]:
+def _likeliest_first(chances: Sequence[Sequence[float]]) -> Iterator[tuple[float, int]]:
     """The chance that a draft token is right, those before it included, and its decode."""
-    heap = [(-chance, index, 1) for index, chance in enumerate(chances) if chance > 0.0]
+    heap = [(-of_draft[0], index, 1) for index, of_draft in enumerate(chances) if of_draft]
     heapq.heapify(heap)
     while heap:
         chance, index, place = heap[0]
         yield -chance, index
-        if place < most_each:
-            heapq.heapreplace(heap, (chance * chances[index], index, place + 1))
+        if place < len(chances[index]):
+            heapq.heapreplace(heap, (chance * chances[index][place], index, place + 1))
         else:
             heapq.heappop(heap)
 

@@ -7,12 +7,13 @@ travel in the stream of `stage_orders.py`, which makes sure that none is lost, r
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import msgspec
 
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch
 from sgl_pipeline.requests import Lease, LogprobSpec, Request, SamplingSpec
 from sgl_pipeline.wire.logged_pages import LogContents
@@ -45,7 +46,7 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
 
     `draft_tokens`, an int32 array, are the last of the `length` tokens, and guesses: a token is
     drawn after each of them, as after the one before, and the stage keeps none. `token_mask` then
-    has a mask for each drawn token, one behind the other.
+    has a mask for each drawn token, one behind the other, or is empty.
     """
 
     handle: int
@@ -154,11 +155,17 @@ class StepOrderEncoder:
         sent.num_tokens, sent.num_pages = request.num_tokens, len(request.pages)
         mask = b""
         if chunk.samples and request.constraint is not None:
-            mask = request.constraint.allowed_tokens_mask()
+            mask = _joined(request.constraint.allowed_tokens_masks(chunk.draft_ids))
         drafts = array(INT32, chunk.draft_ids).tobytes() if chunk.draft_ids else b""
         return ChunkOrder(
             sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask, drafts
         )
+
+
+def _joined(masks: Sequence[bytes]) -> bytes:
+    """The masks of rows one behind the other; empty if no row is restricted."""
+    length = max(map(len, masks))
+    return b"".join(mask or b"\xff" * length for mask in masks)
 
 
 def _open_of(request: Request, handle: int) -> RequestOpen:
@@ -211,7 +218,10 @@ class RequestMirror:
         return iter(self._requests.values())
 
     def apply(self, plan: StepOrder) -> list[MirroredChunk]:
-        """Applies one plan and returns its chunks in order."""
+        """Applies one plan and returns its chunks in order.
+
+        Raises ProtocolError when drafts or masks do not fit their chunk.
+        """
         for handle in plan.closes:
             del self._requests[handle]
         for opened in plan.opens:
@@ -257,6 +267,21 @@ class RequestMirror:
         request.tokens.frombytes(chunk.new_tokens)
         request.pages.frombytes(chunk.new_pages)
         drafts = tuple(array(INT32, chunk.draft_tokens)) if chunk.draft_tokens else ()
-        return MirroredChunk(
+        mirrored = MirroredChunk(
             request, chunk.start, chunk.length, chunk.samples, chunk.token_mask, drafts
+        )
+        if drafts or chunk.token_mask:
+            _check(mirrored)
+        return mirrored
+
+
+def _check(chunk: MirroredChunk) -> None:
+    """Raises ProtocolError unless there is a row for each draft token and a mask for each drawn
+    one."""
+    num_drafts, num_samples = len(chunk.draft_ids), chunk.num_samples
+    if num_drafts and (not chunk.samples or num_drafts >= chunk.length):
+        raise ProtocolError(f"a chunk of {chunk.length} tokens has {num_drafts} draft tokens")
+    if chunk.token_mask and (not num_samples or len(chunk.token_mask) % num_samples):
+        raise ProtocolError(
+            f"a chunk draws {num_samples} tokens, its masks have {len(chunk.token_mask)} bytes"
         )

@@ -23,20 +23,40 @@ COMPLETE_SUM = 12
 
 
 class NoRepeats:
-    """A `TokenConstraint`: no token twice in a row; complete when the tokens add up to 12."""
+    """A `TokenConstraint`: no token twice in a row; complete when the tokens add up to 12.
+
+    It says that tokens count up, which is right by chance, and may run into an end.
+    """
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
+        self._tried: list[int] = []
 
-    def allowed_tokens_mask(self) -> bytes:
-        forbidden = self.accepted[-1:]
-        allowed = [token for token in range(VOCABULARY) if token not in forbidden]
-        return sum(1 << token for token in allowed).to_bytes(4, "little")
+    def allowed_tokens_masks(self, draft_ids: Sequence[int] = ()) -> list[bytes]:
+        assert not self._tried
+        newest = [*self.accepted[-1:], *draft_ids]
+        forbidden = newest if self.accepted else [VOCABULARY, *newest]
+        every = (1 << VOCABULARY) - 1
+        return [(every & ~(1 << token)).to_bytes(4, "little") for token in forbidden]
 
     def accept(self, token_id: int) -> FinishReason | None:
-        assert token_id in allowed_tokens(self.allowed_tokens_mask())
+        assert token_id in allowed_tokens(self.allowed_tokens_masks()[0])
         self.accepted.append(token_id)
         return FinishReason("stop", token_id) if sum(self.accepted) >= COMPLETE_SUM else None
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        newest = [*self.accepted, *self._tried][-1:]
+        return tuple(range(newest[0] + 1, VOCABULARY)) if newest else ()
+
+    def try_token(self, token_id: int) -> bool:
+        tokens = [*self.accepted, *self._tried]
+        if tokens[-1:] == [token_id] or sum(tokens) + token_id >= COMPLETE_SUM:
+            return False
+        self._tried.append(token_id)
+        return True
+
+    def take_back(self) -> None:
+        self._tried.clear()
 
 
 def allowed_tokens(mask: bytes) -> list[int]:
@@ -196,7 +216,7 @@ class Oracle:
             self._append(token)
         constraint = None if request.constraint is None else NoRepeats()
         while len(self.output) < request.stops.max_new_tokens:
-            mask = b"" if constraint is None else constraint.allowed_tokens_mask()
+            mask = b"" if constraint is None else constraint.allowed_tokens_masks()[0]
             token = draw(self.fingerprints[-1], mask)
             self.output.append(token)
             self._append(token)

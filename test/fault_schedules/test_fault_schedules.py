@@ -171,6 +171,13 @@ def masks_are_not_sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepOrderEncoder, "_chunk", mutated)
 
 
+def all_rows_have_the_mask_of_the_first(patch: pytest.MonkeyPatch) -> None:
+    def mutated(masks: Sequence[bytes]) -> bytes:
+        return masks[0] * len(masks)
+
+    patch.setattr("sgl_pipeline.wire.step_order._joined", mutated)
+
+
 def a_decode_is_in_two_steps_at_once(patch: pytest.MonkeyPatch) -> None:
     decodes = Admission._decodes
 
@@ -435,6 +442,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     a_hit_reaches_into_the_wanted_rows,
     a_page_is_handed_out_twice,
     masks_are_not_sent,
+    all_rows_have_the_mask_of_the_first,
     a_decode_is_in_two_steps_at_once,
     overdue_requests_keep_their_pages,
 )

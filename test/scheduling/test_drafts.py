@@ -9,7 +9,9 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, Lease, Request
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.throttle.draft_budget import ROWS_UNTIMED
+from sgl_pipeline.scheduling.drafts import FIRST_CHANCES
+from sgl_pipeline.scheduling.grammar_drafts import Draft, DraftKind, guessed
+from sgl_pipeline.throttle.draft_budget import ROWS_UNTIMED, Acceptance
 
 LOOP = [1, 2, 3, 4] * 4  # what follows is likely to go on like this
 ABORTED = FinishReason("abort", message="the client went away")
@@ -91,9 +93,30 @@ def test_drafts_end_before_the_request_must() -> None:
     assert drafts_of(decode_step(scheduler_of(), loop_request(max_new_tokens=2))) == [()]
 
 
-def test_requests_with_a_grammar_have_none() -> None:
-    request = make_request("grammar", LOOP, 9, constrained=True)
-    assert drafts_of(decode_step(scheduler_of(), request)) == [()]
+def test_the_draft_of_a_request_with_a_grammar_is_what_the_grammar_says_and_then_a_guess() -> None:
+    """The grammar says 2, 3, 4 but is not sure of the last, and the loop goes on with 1."""
+    scheduler, request = scheduler_of(), make_request("grammar", LOOP, 9, constrained=True)
+    microbatch = decode_step(scheduler, request)
+    assert drafts_of(microbatch) == [(2, 3, 4)]
+    drafter = scheduler.drafts._drafters[request]
+    kinds = (DraftKind.FORCED, DraftKind.FORCED, DraftKind.GUESS)
+    assert drafter.draft == Draft((2, 3, 4), kinds)
+    scheduler.on_result(microbatch.step_id, [2, 3, 1, 1], 0.0)
+    # Of two forced tokens both were right, the guess was wrong.
+    first = FIRST_CHANCES[DraftKind.FORCED]
+    assert drafter.acceptance[DraftKind.FORCED].chance == (2 + 2 * first) / (2 + 2)
+    assert drafter.acceptance[DraftKind.GUESS].chance == (0 + 1) / (1 + 2)
+
+
+def test_a_kind_that_a_draft_has_none_of_is_slowly_forgotten() -> None:
+    scheduler, request = scheduler_of(), loop_request()
+    decode_step(scheduler, request)
+    drafter, wrong = scheduler.drafts._drafters[request], Acceptance(9.0, 0.0, 0.9)
+    drafter.acceptance[DraftKind.FORCED] = wrong
+    drafter.learn(3, 1)
+    assert drafter.acceptance[DraftKind.FORCED] == wrong
+    drafter.goes(guessed([2, 3]))
+    assert wrong.chance < drafter.acceptance[DraftKind.FORCED].chance < 0.9
 
 
 def test_requests_with_a_lease_have_none() -> None:

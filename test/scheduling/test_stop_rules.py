@@ -1,5 +1,7 @@
 """When a request ends."""
 
+from collections.abc import Sequence
+
 from support.pipelines import make_request
 
 from sgl_pipeline.requests import GREEDY, FinishReason, Request, StopCheck, StopRules
@@ -69,12 +71,20 @@ class ScriptedConstraint:
         self.answer = answer
         self.accepted: list[int] = []
 
-    def allowed_tokens_mask(self) -> bytes:
-        return b""
+    def allowed_tokens_masks(self, draft_ids: Sequence[int] = ()) -> list[bytes]:
+        return [b""] * (1 + len(draft_ids))
 
     def accept(self, token_id: int) -> FinishReason | None:
         self.accepted.append(token_id)
         return self.answer
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        return ()
+
+    def try_token(self, token_id: int) -> bool:
+        return True
+
+    def take_back(self) -> None: ...
 
 
 def finish_under(answer: FinishReason | None, output_ids: list[int], limit: int):

@@ -5,7 +5,7 @@ from random import Random
 
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
-from sgl_pipeline.requests import Request
+from sgl_pipeline.requests import Request, TokenConstraint
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.drafts import Drafts
 
@@ -13,9 +13,13 @@ from sgl_pipeline.scheduling.drafts import Drafts
 class ForcedDrafts(Drafts):
     """Drafts of 0 to `most_each` tokens for every decode, in steps with prompts too.
 
+    Those of requests with a grammar are tokens that it allows, up to the first for which there is
+    none.
+
     Args:
         outputs: the output of each request, by its id.
         wrong_share: of the draft tokens that are another token than the request will have.
+        vocab_size: of which the wrong tokens of requests with a grammar are.
     """
 
     def __init__(
@@ -25,11 +29,13 @@ class ForcedDrafts(Drafts):
         wrong_share: float,
         most_each: int = 6,
         seed: int = 0,
+        vocab_size: int = 0,
     ) -> None:
         super().__init__(most_each, scheduler._pages, scheduler._running)
         self._outputs = outputs
         self._wrong_share = wrong_share
         self._random = Random(seed)
+        self._vocabulary = range(vocab_size)
         scheduler.drafts = scheduler._results._drafts = self
 
     def extend(self, chunks: list[Chunk], load: PipelineLoad, budget: TokenBudget) -> list[Chunk]:
@@ -44,6 +50,23 @@ class ForcedDrafts(Drafts):
         # The last token ends the request, and none follows it.
         right = self._outputs[request.request_id][len(request.output_ids) : -1][:length]
         is_wrong = [self._random.random() < self._wrong_share for _ in right]
+        pairs = list(zip(right, is_wrong, strict=True))
+        if request.constraint is not None:
+            return self._allowed(request.constraint, pairs)
         # Any other token is wrong; the smallest ids are of every vocabulary.
-        pairs = zip(right, is_wrong, strict=True)
         return tuple(int(token == 0) if wrong else token for token, wrong in pairs)
+
+    def _allowed(
+        self, constraint: TokenConstraint, pairs: Sequence[tuple[int, bool]]
+    ) -> tuple[int, ...]:
+        """The tokens of `pairs`, or others where they are to be wrong or cannot come."""
+        draft: list[int] = []
+        for token, wrong in pairs:
+            others = self._random.sample(self._vocabulary, len(self._vocabulary))
+            choices = [other for other in others if other != token] if wrong else [token, *others]
+            chosen = next(filter(constraint.try_token, choices), None)
+            if chosen is None:
+                break
+            draft.append(chosen)
+        constraint.take_back()
+        return tuple(draft)

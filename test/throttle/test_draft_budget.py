@@ -47,14 +47,19 @@ def decodes(count: int) -> StepWork:
     return StepWork(count, count, 100 * count, 0, count)
 
 
+def evenly(chances: Sequence[float], most_each: int) -> list[list[float]]:
+    """Drafts of `most_each` tokens with the same chance; none where it is 0."""
+    return [[chance] * most_each * (chance > 0) for chance in chances]
+
+
 def shared(
     times: StepTimes | None, work: StepWork, chances: Sequence[float], most_each: int = 8
 ) -> tuple[int, ...]:
-    return draft_budget(times, work, chances, most_each, is_alone=False)
+    return draft_budget(times, work, evenly(chances, most_each), is_alone=False)
 
 
 def alone(times: StepTimes | None, chance: float, most_each: int = 8) -> int:
-    return draft_budget(times, decodes(1), [chance], most_each, is_alone=True)[0]
+    return draft_budget(times, decodes(1), evenly([chance], most_each), is_alone=True)[0]
 
 
 def least(times: StepTimes | None, num_decodes: int) -> float:
@@ -81,6 +86,13 @@ def test_rows_go_to_the_drafts_that_are_likeliest() -> None:
     # Chances of the next rows: 0.9, 0.81, 0.73, 0.66 of the first, then 0.6 of the second; five
     # rows are a tenth of 10.6 ms.
     assert shared(RowTimes(), decodes(3), [0.9, 0.6, 0.1]) == (4, 1, 0)
+
+
+def test_a_likely_token_behind_an_unlikely_one_is_as_unlikely() -> None:
+    # Chances of the next rows: 0.9, 0.81, 0.4 of the first, then 0.3 and 0.3 of the second.
+    drafts = [[0.9, 0.9, 0.5], [0.3, 1.0, 0.1]]
+    assert draft_budget(RowTimes(), decodes(2), drafts, is_alone=False) == (3, 2)
+    assert draft_budget(None, decodes(2), drafts, is_alone=False) == (2, 0)
 
 
 def test_there_are_none_under_load() -> None:
@@ -115,7 +127,7 @@ def test_a_budget_keeps_its_bounds(
     row_ms: float, chances: list[float], most_each: int, is_alone: bool
 ) -> None:
     times, work = RowTimes(row_ms), decodes(len(chances))
-    counts = draft_budget(times, work, chances, most_each, is_alone=is_alone)
+    counts = draft_budget(times, work, evenly(chances, most_each), is_alone=is_alone)
     pairs = list(zip(counts, chances, strict=True))
     assert all(count <= most_each * (chance > 0) for count, chance in pairs)
     assert sum(counts) <= MOST_ROWS

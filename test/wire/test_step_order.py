@@ -1,12 +1,15 @@
 """The step plan's two halves: what the encoder saw is what the mirror has, or it is an error."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.microbatches import microbatch_of
 
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import GREEDY, LogprobSpec, Request, SamplingSpec, StopRules
 from sgl_pipeline.wire.step_order import (
@@ -34,16 +37,25 @@ def chunk_of(request: Request, length: int, new_pages: list[int]) -> Chunk:
 
 
 class CountingConstraint:
-    """Allows token n after n + 1 questions."""
+    """Its masks are the number of questions and the draft token; that after token 9 is empty."""
 
     def __init__(self) -> None:
         self.num_questions = 0
 
-    def allowed_tokens_mask(self) -> bytes:
+    def allowed_tokens_masks(self, draft_ids: Sequence[int] = ()) -> list[bytes]:
         self.num_questions += 1
-        return bytes([self.num_questions])
+        tokens = (0, *draft_ids)
+        return [b"" if token == 9 else bytes([self.num_questions, token]) for token in tokens]
 
     def accept(self, token_id: int) -> None: ...
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        return ()
+
+    def try_token(self, token_id: int) -> bool:
+        return True
+
+    def take_back(self) -> None: ...
 
 
 def over_the_wire(plan: StepOrder) -> StepOrder:
@@ -225,4 +237,37 @@ def test_a_mask_is_asked_for_once_for_each_chunk_that_samples_and_reaches_the_st
         chunks = (chunk_of(request, length, [step]), chunk_of(plain, length, [5 + step]))
         plan = over_the_wire(encoder.encode(microbatch_of(step, chunks)))
         masks.append([chunk.token_mask for chunk in mirror.apply(plan)])
-    assert masks == [[b"", b""], [b"\x01", b""]]
+    assert masks == [[b"", b""], [b"\x01\x00", b""]]
+
+
+def drafted_order(draft_ids: tuple[int, ...]) -> ChunkOrder:
+    """That of a decode of a request with a grammar."""
+    request = make_request([1, 2])
+    request.pages, request.output_ids = [4], [3]
+    request.constraint = CountingConstraint()
+    chunk = Chunk(request, 2, 1 + len(draft_ids), True, True, draft_ids)
+    return over_the_wire(StepOrderEncoder().encode(microbatch_of(0, (chunk,)))).chunks[0]
+
+
+def test_a_chunk_with_drafts_has_a_mask_for_each_drawn_token() -> None:
+    assert drafted_order((5, 6)).token_mask == b"\1\0\1\5\1\6"
+    # One that restricts nothing is written out beside others.
+    assert drafted_order((5, 9)).token_mask == b"\1\0\1\5\xff\xff"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"token_mask": b"12345"}, "draws 3 tokens, its masks have 5 bytes"),
+        ({"samples": False}, "a chunk of 3 tokens has 2 draft tokens"),
+        ({"length": 2}, "a chunk of 2 tokens has 2 draft tokens"),
+        ({"samples": False, "draft_tokens": b""}, "draws 0 tokens, its masks have 6 bytes"),
+    ],
+)
+def test_drafts_and_masks_that_do_not_fit_their_chunk_are_an_error(
+    changes: dict[str, Any], what: str
+) -> None:
+    mirror, chunk = RequestMirror(), msgspec.structs.replace(drafted_order((5, 6)), **changes)
+    opened = RequestOpen(chunk.handle, GREEDY, 2)
+    with pytest.raises(ProtocolError, match=what):
+        mirror.apply(StepOrder(0, 0, (), (opened,), (chunk,)))

@@ -1,8 +1,8 @@
 """`TokenConstraint`s by compiled grammars, which restrict the tokens of one request.
 
-They run in the scheduler's loop: the step's encoder asks for masks, the stop rules pass on drawn
-tokens. No compile happens here, and the cost of matching is counted: a grammar that is too slow
-ends its request, and nothing raises.
+They run in the scheduler's loop: drafts try tokens, the step's encoder asks for masks, the stop
+rules pass on drawn tokens. No compile happens here, and the cost of matching is counted: a grammar
+that is too slow ends its request, and nothing raises.
 """
 
 import logging
@@ -11,14 +11,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import xgrammar
-from sglang.srt.utils.token_sequence_matcher import TokenSequenceMatcher
 
-from sgl_pipeline.requests import FinishReason, TokenConstraint
+from sgl_pipeline.managers.grammars.vocabulary import GrammarVocabulary
+from sgl_pipeline.requests import FinishReason
 
 logger = logging.getLogger(__name__)
 
 # CPU time of matching beyond the limit per token, for a few expensive tokens among cheap ones.
 ALLOWANCE_S = 0.25
+# The same for drafts, and their limit for each output token: a step takes milliseconds, and a draft
+# usually 0.3. A grammar that costs more has fewer drafts.
+DRAFT_ALLOWANCE_S = 0.02
+DRAFT_MS_PER_TOKEN = 1.0
+# A forced text is looked for in so many pieces of a token. It may have no end.
+MOST_PIECES = 16
 
 
 class GrammarConstraint:
@@ -28,7 +34,6 @@ class GrammarConstraint:
     as in SGLang, and one of them ends the request even with `ignore_eos`.
 
     Args:
-        vocab_size: of the model's logits.
         ms_per_token: CPU time that matching may take on average, after ALLOWANCE_S. One call cannot
             be interrupted, but costs of ambiguous grammars grow from token to token.
         clock: CPU seconds of this thread, which a busy machine does not make longer.
@@ -37,20 +42,71 @@ class GrammarConstraint:
     def __init__(
         self,
         compiled: xgrammar.CompiledGrammar,
-        vocab_size: int,
+        vocabulary: GrammarVocabulary,
         ms_per_token: float,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
+        self._vocabulary = vocabulary
+        self._mask = np.zeros((1, -(-vocabulary.size // 32)), np.int32)
         self._ms_per_token = ms_per_token
         self._clock = clock
-        self._spent_s = 0.0
-        self._num_tokens = 0
+        self._spent_s = self._draft_s = 0.0
+        self._num_tokens = self._num_tried = 0
         self._failure: FinishReason | None = None
 
-    def allowed_tokens_mask(self) -> bytes:
-        """See `requests.TokenConstraint`. After a failure, which `accept` reports: empty."""
+    def allowed_tokens_masks(self, draft_ids: Sequence[int] = ()) -> list[bytes]:
+        """See `requests.TokenConstraint`. After a failure, which `accept` reports: empty ones."""
+        masks = [self._next_mask()]
+        if draft_ids:
+            masks += self._masks_behind(draft_ids)
+        return masks
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """See `requests.TokenConstraint`."""
+        if self._failure is not None:
+            return self._failure
+        started_s = self._clock()
+        self._num_tokens += 1
+        try:
+            is_accepted = self._matcher.accept_token(token_id)
+        except Exception as error:
+            return self._fail(f"matching the grammar failed: {error}", 500)
+        self._charge(started_s)
+        if not is_accepted:
+            # It may have been drawn behind a draft, where an empty mask is no failure yet.
+            self._next_mask()
+            self._fail(f"token {token_id} was drawn, which the grammar does not allow", 500)
+        if self._failure is None and self._matcher.is_terminated():
+            return FinishReason("stop", matched=token_id)
+        return self._failure
+
+    def forced_tokens(self) -> tuple[int, ...]:
+        """See `requests.TokenConstraint`."""
+        if self._is_drafting_over():
+            return ()
+        started_s = self._clock()
+        text = self._forced_text()
+        forced = self._vocabulary.text_tokens.of(text) if text else ()
+        self._draft_s += self._clock() - started_s
+        return forced
+
+    def try_token(self, token_id: int) -> bool:
+        """See `requests.TokenConstraint`."""
+        is_text = token_id not in self._vocabulary.text_tokens.textless_ids
+        if not is_text or self._is_drafting_over():
+            return False
+        started_s = self._clock()
+        is_accepted = self._tries(token_id)
+        self._draft_s += self._clock() - started_s
+        return is_accepted
+
+    def take_back(self) -> None:
+        """See `requests.TokenConstraint`."""
+        self._matcher.rollback(self._num_tried)
+        self._num_tried = 0
+
+    def _next_mask(self) -> bytes:
         started_s = self._clock()
         try:
             is_restricted = self._matcher.fill_next_token_bitmask(self._mask)
@@ -65,23 +121,56 @@ class GrammarConstraint:
             return b""
         return self._mask.tobytes()
 
-    def accept(self, token_id: int) -> FinishReason | None:
-        """See `requests.TokenConstraint`."""
-        if self._failure is not None:
-            return self._failure
+    def _masks_behind(self, draft_ids: Sequence[int]) -> list[bytes]:
+        """A mask for after each draft token. An empty one where the grammar allows no token: the
+        request fails only if it gets there."""
         started_s = self._clock()
-        self._num_tokens += 1
+        masks = []
+        try:
+            for token_id in draft_ids:
+                if not self._tries(token_id):
+                    self._fail(f"the grammar no longer allows draft token {token_id}", 500)
+                    break
+                is_restricted = self._matcher.fill_next_token_bitmask(self._mask)
+                masks.append(self._mask.tobytes() if is_restricted and self._mask.any() else b"")
+        except Exception as error:
+            self._fail(f"matching the grammar failed: {error}", 500)
+        self.take_back()
+        self._draft_s += self._clock() - started_s
+        return masks + [b""] * (len(draft_ids) - len(masks))
+
+    def _forced_text(self) -> bytes:
+        """The next bytes that the grammar leaves no choice about, as far as its masks show: masks,
+        because xgrammar's own search (find_jump_forward_string) has no bound."""
+        text, num_pieces = b"", 0
+        try:
+            while num_pieces < MOST_PIECES:
+                if not self._matcher.fill_next_token_bitmask(self._mask):
+                    break
+                piece, goes_on = self._vocabulary.text_tokens.forced_by(self._mask[0])
+                if not piece or not self._matcher.accept_string(piece):
+                    break
+                text, num_pieces = text + piece, num_pieces + 1
+                if not goes_on:
+                    break
+        except Exception as error:
+            self._fail(f"matching the grammar failed: {error}", 500)
+        self._matcher.rollback(num_pieces)
+        return text
+
+    def _tries(self, token_id: int) -> bool:
         try:
             is_accepted = self._matcher.accept_token(token_id)
         except Exception as error:
             self._fail(f"matching the grammar failed: {error}", 500)
-            return self._failure
-        self._charge(started_s)
-        if not is_accepted:
-            self._fail(f"token {token_id} was drawn, which the grammar does not allow", 500)
-        if self._failure is None and self._matcher.is_terminated():
-            return FinishReason("stop", matched=token_id)
-        return self._failure
+            return False
+        self._num_tried += is_accepted
+        return is_accepted
+
+    def _is_drafting_over(self) -> bool:
+        """True if drafts have taken too long, until there are more output tokens."""
+        limit_s = DRAFT_ALLOWANCE_S + self._num_tokens * DRAFT_MS_PER_TOKEN / 1e3
+        return self._failure is not None or self._draft_s > limit_s
 
     def _charge(self, started_s: float) -> None:
         self._spent_s += self._clock() - started_s
@@ -93,34 +182,9 @@ class GrammarConstraint:
                 400,
             )
 
-    def _fail(self, message: str, status_code: int) -> None:
+    def _fail(self, message: str, status_code: int) -> FinishReason:
+        """The first failure, which is this one if there was none."""
         if status_code == 500:
             logger.error("%s", message)
         self._failure = self._failure or FinishReason("abort", None, message, status_code)
-
-
-class AfterReasoning:
-    """Lets the model think first: `constraint` holds from the token after the end of that.
-
-    Args:
-        end_ids: the tokens that end the thinking, one or more
-            (upstream: reasoner_grammar_backend.py, without strict thinking).
-    """
-
-    def __init__(self, constraint: TokenConstraint, end_ids: Sequence[int]) -> None:
-        self._constraint = constraint
-        self._end = TokenSequenceMatcher(end_ids)
-        self._num_matched = 0
-
-    def allowed_tokens_mask(self) -> bytes:
-        return b"" if self._is_thinking else self._constraint.allowed_tokens_mask()
-
-    def accept(self, token_id: int) -> FinishReason | None:
-        if not self._is_thinking:
-            return self._constraint.accept(token_id)
-        self._num_matched = self._end.advance(self._num_matched, token_id)
-        return None
-
-    @property
-    def _is_thinking(self) -> bool:
-        return self._num_matched < len(self._end)
+        return self._failure

@@ -13,7 +13,8 @@ import xgrammar
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.grammars.cache import GrammarCache
 from sgl_pipeline.managers.grammars.channel import CompiledJob, FromCompiler
-from sgl_pipeline.managers.grammars.constraint import AfterReasoning, GrammarConstraint
+from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
+from sgl_pipeline.managers.grammars.reasoning import AfterReasoning
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.grammars.vocabulary import GrammarVocabulary
 from sgl_pipeline.requests import Request, TokenConstraint
@@ -169,7 +170,7 @@ class GrammarQueue:
         self, constrained: ConstrainedRequest, grammar: xgrammar.CompiledGrammar
     ) -> None:
         constraint: TokenConstraint = GrammarConstraint(
-            grammar, self._vocabulary.size, self._ms_per_token
+            grammar, self._vocabulary, self._ms_per_token
         )
         end_ids = self._vocabulary.think_end_ids
         if constrained.grammar.after_reasoning and end_ids:

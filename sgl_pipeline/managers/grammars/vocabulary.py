@@ -6,12 +6,14 @@ stops the server: then each request with a grammar gets that error.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import xgrammar
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
+from sgl_pipeline.managers.grammars.text_tokens import TextTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class GrammarVocabulary:
 
     tokenizer_info: xgrammar.TokenizerInfo
     size: int
+    text_tokens: TextTokens
     think_end_ids: tuple[int, ...] = ()
 
 
@@ -49,7 +52,13 @@ def read_vocabulary(
         raise NoGrammarsError(
             f"structured output is not available: xgrammar cannot use this tokenizer ({error})"
         ) from error
-    return GrammarVocabulary(info, limits.vocab_size, _think_end_ids(tokenizer, reasoning_parser))
+    text_tokens = TextTokens(
+        partial(tokenizer.encode, add_special_tokens=False),
+        lambda: info.decoded_vocab,
+        frozenset(info.special_token_ids) | frozenset(info.stop_token_ids),
+    )
+    think_end_ids = _think_end_ids(tokenizer, reasoning_parser)
+    return GrammarVocabulary(info, limits.vocab_size, text_tokens, think_end_ids)
 
 
 def _think_end_ids(tokenizer: Any, reasoning_parser: str | None) -> tuple[int, ...]:

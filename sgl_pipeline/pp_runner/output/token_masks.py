@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.base.step_inputs import to_device
 from sgl_pipeline.wire.step_order import MirroredChunk
 
@@ -36,14 +37,20 @@ class TokenMasks:
 
 
 def plan_token_masks(chunks: Sequence[MirroredChunk], device: torch.device) -> TokenMasks | None:
-    """The masks of a step whose logits' rows are the chunks that sample; None when none has one."""
+    """The masks of a step whose logits' rows are the chunks that sample; None when none has one.
+
+    Raises ProtocolError when they have different lengths.
+    """
     masks = [chunk.token_mask for chunk in chunks if chunk.samples]
     rows = [row for row, mask in enumerate(masks) if mask]
     if not rows:
         return None
     masks = masks[rows[0] : rows[-1] + 1]
     allows_all = b"\xff" * len(masks[0])
-    joined = bytearray().join(mask or allows_all for mask in masks)
+    masks = [mask or allows_all for mask in masks]
+    if any(len(mask) != len(allows_all) for mask in masks):
+        raise ProtocolError(f"masks of one step have {sorted(set(map(len, masks)))} bytes")
+    joined = bytearray().join(masks)
     packed = np.frombuffer(joined, np.uint8).reshape(len(masks), -1)
     return TokenMasks(rows[0], to_device(packed, device))
 

@@ -6,6 +6,7 @@ from benchmark.speculation.draft_speed import (
     ratios,
     unequal,
 )
+from benchmark.speculation.prompts import SCHEMAS
 
 
 def answers(drafts: str, number: int, seconds: float, *outputs: tuple[int, ...]) -> Answers:
@@ -31,9 +32,11 @@ def test_other_tokens_are_told() -> None:
 
 
 def test_one_client_asks_each_kind_by_itself_and_several_share_all() -> None:
-    prompts = {"chat": [[1], [2]], "JSON": [[3], [4]]}
+    (kind, schema), *_ = SCHEMAS.items()
+    prompts = {"chat": [[1], [2]], kind: [[3], [4]]}
     assert loads_of(prompts, 1) == [
-        Load("chat", 1, ((1,), (2,))),
-        Load("JSON", 1, ((3,), (4,))),
+        Load("chat", 1, ((1,), (2,)), ("", "")),
+        Load(kind, 1, ((3,), (4,)), (schema, schema)),
     ]
-    assert loads_of(prompts, 16) == [Load("all kinds", 16, ((1,), (3,), (2,), (4,)))]
+    shared = Load("all kinds", 16, ((1,), (3,), (2,), (4,)), ("", schema) * 2)
+    assert loads_of(prompts, 16) == [shared]

@@ -70,5 +70,5 @@ def test_loops_are_found_at_the_end_alone() -> None:
 
 def test_every_kind_has_prompts_of_its_own() -> None:
     prompts = [prompt for of_kind in KINDS.values() for prompt in of_kind()]
-    assert len(prompts) == len(set(prompts)) == 32
+    assert len(prompts) == len(set(prompts)) == 40
     assert all(len(of_kind()) == 8 for of_kind in KINDS.values())

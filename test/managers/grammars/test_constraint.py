@@ -8,17 +8,19 @@ import torch
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from support.front_model import END_OF_TEXT, TURN_END, VOCAB_SIZE, byte_tokenizer
-from support.grammars import AMBIGUOUS, EXAMPLES, LIMITS, Example, compiled
+from support.grammars import AMBIGUOUS, EXAMPLES, LIMITS, Example, compiled, vocabulary
 
-from sgl_pipeline.managers.grammars.constraint import AfterReasoning, GrammarConstraint
+from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
+from sgl_pipeline.managers.grammars.reasoning import AfterReasoning
 from sgl_pipeline.requests import FinishReason
 
 MAX_TOKENS = 60
+VOCABULARY = vocabulary()
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 
 
 def constraint_of(example: Example) -> GrammarConstraint:
-    return GrammarConstraint(compiled(example.spec), VOCAB_SIZE, ms_per_token=1000.0)
+    return GrammarConstraint(compiled(example.spec), VOCABULARY, ms_per_token=1000.0)
 
 
 def upstream_grammar(example: Example):
@@ -50,7 +52,7 @@ def test_a_random_walk_has_upstreams_masks_and_ends_in_a_match(example: Example)
         output_ids: list[int] = []
         finish = None
         while finish is None and len(output_ids) < MAX_TOKENS:
-            mask = ours.allowed_tokens_mask()
+            mask = ours.allowed_tokens_masks()[0]
             assert mask == upstream_mask(theirs)
             choices = allowed_ids(mask)
             ending = [token for token in choices if token in LIMITS.eos_token_ids]
@@ -69,13 +71,13 @@ def test_every_eos_id_and_nothing_else_ends_a_complete_output() -> None:
     constraint = constraint_of(Example("regex", "ab", bool))
     for token in byte_tokenizer().encode("ab"):
         assert constraint.accept(token) is None
-    assert allowed_ids(constraint.allowed_tokens_mask()) == [END_OF_TEXT, TURN_END]
+    assert allowed_ids(constraint.allowed_tokens_masks()[0]) == [END_OF_TEXT, TURN_END]
 
 
 def test_ids_without_a_text_are_never_allowed() -> None:
     """The model's vocabulary is larger than the tokenizer's."""
     constraint = constraint_of(Example("regex", "(.|\n)*", bool))
-    assert max(allowed_ids(constraint.allowed_tokens_mask())) < len(byte_tokenizer())
+    assert max(allowed_ids(constraint.allowed_tokens_masks()[0])) < len(byte_tokenizer())
 
 
 def test_a_token_that_the_grammar_forbids_ends_the_request_with_a_500() -> None:
@@ -100,26 +102,27 @@ class _Clock:
 def test_matching_that_takes_too_long_for_its_tokens_is_a_400_that_names_the_knob() -> None:
     grammar = compiled(EXAMPLES["regex"].spec)
     token = byte_tokenizer().encode("(")[0]
-    slow = GrammarConstraint(grammar, VOCAB_SIZE, ms_per_token=20.0, clock=_Clock(0.3))
-    assert slow.allowed_tokens_mask() == constraint_of(EXAMPLES["regex"]).allowed_tokens_mask()
+    slow = GrammarConstraint(grammar, VOCABULARY, ms_per_token=20.0, clock=_Clock(0.3))
+    other = constraint_of(EXAMPLES["regex"])
+    assert slow.allowed_tokens_masks() == other.allowed_tokens_masks()
     finish = slow.accept(token)
     assert finish is not None
     assert (finish.kind, finish.status_code) == ("abort", 400)
     assert "300 ms" in finish.message
     assert "--grammar-match-ms-per-token" in finish.message
-    quick = GrammarConstraint(grammar, VOCAB_SIZE, ms_per_token=20.0, clock=_Clock(0.009))
-    quick.allowed_tokens_mask()
+    quick = GrammarConstraint(grammar, VOCABULARY, ms_per_token=20.0, clock=_Clock(0.009))
+    quick.allowed_tokens_masks()[0]
     assert quick.accept(token) is None
 
 
 def test_an_ambiguous_grammar_is_ended_within_a_few_tokens() -> None:
     """Real time, real grammar; how many tokens it takes depends on the machine."""
     constraint = GrammarConstraint(
-        compiled(Example("ebnf", AMBIGUOUS, bool).spec), VOCAB_SIZE, ms_per_token=0.01
+        compiled(Example("ebnf", AMBIGUOUS, bool).spec), VOCABULARY, ms_per_token=0.01
     )
     token = byte_tokenizer().encode("a")[0]
     for _ in range(200):
-        constraint.allowed_tokens_mask()
+        constraint.allowed_tokens_masks()[0]
         if (finish := constraint.accept(token)) is not None:
             break
     assert finish is not None
@@ -137,7 +140,7 @@ def test_thinking_is_free_and_the_grammar_holds_from_its_end_as_upstream_has_it(
         mask = torch.full((1, -(-VOCAB_SIZE // 32)), -1, dtype=torch.int32)
         theirs.fill_vocab_mask(mask, 0)
         free = b"\xff" * len(mask.numpy().tobytes())
-        assert (ours.allowed_tokens_mask() or free) == mask.numpy().tobytes()
+        assert (ours.allowed_tokens_masks()[0] or free) == mask.numpy().tobytes()
         finish = ours.accept(token)
         theirs.accept_token(token)
         assert (finish is not None) == theirs.is_terminated()

@@ -12,8 +12,9 @@ from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.grammars.cache import GrammarCache
 from sgl_pipeline.managers.grammars.channel import CompileJob, FailedJob, FromCompiler
 from sgl_pipeline.managers.grammars.compilation import Compilation
-from sgl_pipeline.managers.grammars.constraint import AfterReasoning, GrammarConstraint
+from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
 from sgl_pipeline.managers.grammars.queue import GrammarQueue, NoGrammars
+from sgl_pipeline.managers.grammars.reasoning import AfterReasoning
 from sgl_pipeline.managers.grammars.spec import ConstrainedRequest, GrammarSpec
 from sgl_pipeline.managers.grammars.vocabulary import NoGrammarsError, read_vocabulary
 

@@ -7,6 +7,7 @@ from array import array
 import pytest
 import torch
 
+from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
 from sgl_pipeline.pp_runner.output.token_masks import allows_no_other, plan_token_masks
 from sgl_pipeline.requests import GREEDY, SamplingSpec
@@ -80,3 +81,9 @@ def test_no_bias_brings_a_forbidden_token_back() -> None:
         planned.apply_to(logits)
     assert logits.argmax().item() == 4
     assert torch.isfinite(logits).sum() == 1
+
+
+def test_masks_of_different_lengths_are_an_error() -> None:
+    whole = packed({1})
+    with pytest.raises(ProtocolError, match=f"{len(whole) - 1}, {len(whole)}"):
+        plan_token_masks([chunk(whole), chunk(whole[:-1])], CPU)
