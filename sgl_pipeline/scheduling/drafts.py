@@ -4,7 +4,9 @@ A draft delays and displaces no other request: a step with prompts has none, and
 are free ones that no running request is about to need.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sgl_pipeline.microbatch import Chunk, work_of
 from sgl_pipeline.requests import Request
@@ -20,16 +22,23 @@ LENGTHS = NgramRange(1, 4)
 CAPACITY = 8192
 
 
+class DraftSource(Protocol):
+    """The drafts of one request."""
+
+    def draft(self, num_tokens: int) -> tuple[int, ...]:
+        """A guess at its next tokens, at most so many."""
+
+
 @dataclass(slots=True)
 class _Drafter:
-    """The index of one request, and how often its drafts were right."""
+    """The drafts of one request, and how often they were right."""
 
-    index: NgramIndex
+    source: DraftSource
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 class Drafts:
-    """Drafts of at most `most_each` tokens.
+    """Drafts of at most `most_each` tokens, from `source_of` their request.
 
     Since the start: `num_steps` times a request had a draft in a step, in all `num_drafted` tokens,
     of which `num_accepted` were right.
@@ -37,6 +46,7 @@ class Drafts:
 
     def __init__(self, most_each: int, pages: RequestPages, running: RunningRequests) -> None:
         self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.source_of: Callable[[Request], DraftSource] = _ngrams
         self._most_each = most_each
         self._pages = pages
         self._running = running
@@ -93,10 +103,10 @@ class Drafts:
             return ()
         drafter = self._drafters.get(request)
         if drafter is None:
-            drafter = self._drafters[request] = _Drafter(NgramIndex(request, LENGTHS, CAPACITY))
+            drafter = self._drafters[request] = _Drafter(self.source_of(request))
         draft: tuple[int, ...] = ()
         if drafter.acceptance.chance >= least_chance:
-            draft = drafter.index.draft(most)
+            draft = drafter.source.draft(most)
         if not draft:
             drafter.acceptance = drafter.acceptance.after(0, 0)
         return draft
@@ -112,3 +122,7 @@ class Drafts:
         extended = self._pages.extend(request, chunk.end + len(draft))
         assert extended
         return Chunk(request, chunk.start, chunk.length + len(draft), True, True, draft)
+
+
+def _ngrams(request: Request) -> DraftSource:
+    return NgramIndex(request, LENGTHS, CAPACITY)

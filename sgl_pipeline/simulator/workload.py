@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 
+from sgl_pipeline.simulator.virtual_drafts import NEVER_RIGHT, DraftAcceptance
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -25,13 +27,14 @@ class Segment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
     """A request that will arrive. `follow_up` arrives `think_s` after this one has ended, whatever
-    its own `arrival_s` says."""
+    its own `arrival_s` says. `acceptance`: of drafts, where the scheduler gives any."""
 
     arrival_s: float
     prompt: tuple[Segment, ...]
     output: Segment
     follow_up: "SimulatedRequest | None" = None
     think_s: float = 0.0
+    acceptance: DraftAcceptance = NEVER_RIGHT
 
     @property
     def input_tokens(self) -> int:
