@@ -77,7 +77,9 @@ class OpenStep:
             leased_rows=self.leased_rows,
             draft_tokens=microbatch.num_draft_tokens,
             # A step gives a request one token, and one for each right draft token.
-            accepted_draft_tokens=sum(len(one.token_ids) - 1 for one in self.events if one.token_ids),
+            accepted_draft_tokens=sum(
+                len(one.token_ids) - 1 for one in self.events if one.token_ids
+            ),
         )
 
 

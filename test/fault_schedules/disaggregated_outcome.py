@@ -34,4 +34,6 @@ def counts_of(server: VirtualServer) -> Counter[str]:
         transfer_failed=rooms.num_transfer_failed,
         computed_here=rooms.num_computed_here,
         stores=server.tier is not None,
+        drafted_tokens=scheduler.drafts.num_drafted,
+        accepted_drafts=scheduler.drafts.num_accepted,
     )
