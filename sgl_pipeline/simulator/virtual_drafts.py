@@ -37,7 +37,7 @@ NEVER_RIGHT = DraftAcceptance((0.0,), found=0.0)
 
 
 class VirtualDrafts:
-    """The drafts of `request`, whose output are ids from `first_id` on, each one more than the last.
+    """The drafts of `request`, whose output are consecutive ids from `first_id` on.
 
     Its text depends on the id alone: equal runs have equal drafts.
     """

@@ -56,6 +56,10 @@ class SimulatedRequest:
         assert following is not None, "a chain has at least one request"
         return following
 
+    def with_acceptance(self, acceptance: DraftAcceptance) -> "SimulatedRequest":
+        """The same conversation, whose drafts are right so often."""
+        return self.chain([replace(turn, acceptance=acceptance) for turn in self.with_follow_ups()])
+
     def with_follow_ups(self) -> Iterator["SimulatedRequest"]:
         """This request and all that come after it."""
         request: SimulatedRequest | None = self

@@ -1,5 +1,5 @@
-"""Holds the drafts of one scheduler to their promise: they displace nobody. And drafts of which most
-tokens are right."""
+"""Holds the drafts of one scheduler to their promise, which is to displace nobody; and drafts of
+which most tokens are right."""
 
 from random import Random
 
