@@ -48,11 +48,8 @@ def why_none(load: PipelineLoad, bound_by: Bound) -> DraftReason | None:
             f"what a step takes is not known yet: until then it has drafts only below "
             f"{ROWS_UNTIMED} decodes, and there are {work.decodes}",
         )
-    return DraftReason(
-        "time",
-        f"with {work.decodes} decodes a step, one row more costs others more time than a draft "
-        "can gain",
-    )
+    text = f"in steps of {work.decodes} decodes a row more takes longer than a draft can gain"
+    return DraftReason("time", text)
 
 
 def explain_drafts(
