@@ -86,8 +86,7 @@ def test_chances_are_counted_by_the_run_before_a_token(
 
 def test_runs_are_told_by_the_requests_that_ended() -> None:
     def of_run(number: int) -> list[StepRecord]:
-        run = [step(prefill=number), step(attended=5, ended=(1, 1))]
-        return run
+        return [step(prefill=number), step(attended=5, ended=(1, 1))]
 
     sizes = {"one": 1, "two": 2}
     warm_up, first, second = of_run(1), of_run(2), of_run(3)
