@@ -113,12 +113,12 @@ def newest_result() -> Path:
 
 
 def recorded(path: Path) -> Measured:
-    """What a result was predicted from."""
+    """The measurements that a result was predicted from."""
     return msgspec.convert(read_record(path)["measured"], Measured)
 
 
 def measured_from(off: Path, on: Path, speed: Mapping[str, Any]) -> Measured:
-    """What the traces of two servers, and `draft_speed`'s record of their runs, have measured."""
+    """The measurements in the traces of two servers and in `draft_speed`'s record of their runs."""
     seconds: dict[str, dict[tuple[str, int], float]] = {}
     for drafts, load, number, run_s, _ in speed["runs"]:
         seconds.setdefault(load, {})[drafts, number] = run_s
