@@ -38,7 +38,7 @@ class _Drafter:
 
 
 class Drafts:
-    """Drafts of at most `most_each` tokens, from `source_of` their request.
+    """Drafts of at most `most_each` tokens (0: there are none), from `source_of` their request.
 
     Since the start: `num_steps` times a request had a draft in a step, in all `num_drafted` tokens,
     of which `num_accepted` were right.
@@ -47,7 +47,7 @@ class Drafts:
     def __init__(self, most_each: int, pages: RequestPages, running: RunningRequests) -> None:
         self.num_steps = self.num_drafted = self.num_accepted = 0
         self.source_of: Callable[[Request], DraftSource] = _ngrams
-        self.most_each = most_each
+        self._most_each = most_each
         self._pages = pages
         self._running = running
         self._drafters: dict[Request, _Drafter] = {}
@@ -55,7 +55,7 @@ class Drafts:
     def extend(self, chunks: list[Chunk], load: PipelineLoad, budget: TokenBudget) -> list[Chunk]:
         """The step of `chunks` with drafts. Those that have one come behind the others, because the
         kernels of decodes take the leading chunks of one row."""
-        if not self.most_each or not chunks or not may_draft(load, budget):
+        if not self._most_each or not chunks or not may_draft(load, budget):
             return chunks
         if not all(chunk.is_decode for chunk in chunks):
             return chunks
@@ -69,7 +69,7 @@ class Drafts:
             self._drafters[chunk.request].acceptance.chance if draft else 0.0
             for chunk, draft in zip(chunks, drafts, strict=True)
         ]
-        counts = draft_budget(load.step_times, work, chances, self.most_each, is_alone=is_alone)
+        counts = draft_budget(load.step_times, work, chances, self._most_each, is_alone=is_alone)
         extended = [
             self._with_draft(chunk, draft[:count])
             for chunk, draft, count in zip(chunks, drafts, counts, strict=True)
@@ -87,6 +87,11 @@ class Drafts:
         if drafter is not None:
             drafter.acceptance = drafter.acceptance.after(num_drafted, num_right)
 
+    @property
+    def most_each(self) -> int:
+        """Most draft tokens of a request in a step."""
+        return self._most_each
+
     def chance(self, request: Request) -> float:
         """The expected chance that a draft token of `request` is right."""
         drafter = self._drafters.get(request)
@@ -103,7 +108,7 @@ class Drafts:
         wrong, so such requests have none.
         """
         # The step draws a token behind the draft.
-        most = min(self.most_each, request.stops.max_new_tokens - len(request.output_ids) - 1)
+        most = min(self._most_each, request.stops.max_new_tokens - len(request.output_ids) - 1)
         if most <= 0 or request.constraint is not None or request.lease is not None:
             return ()
         drafter = self._drafters.get(request)

@@ -40,7 +40,7 @@ class ForcedDrafts(Drafts):
         return sorted(extended, key=lambda chunk: (not chunk.is_decode, chunk.length > 1))
 
     def _forced(self, request: Request) -> tuple[int, ...]:
-        length = self._random.randrange(self.most_each + 1)
+        length = self._random.randrange(self._most_each + 1)
         # The last token ends the request, and none follows it.
         right = self._outputs[request.request_id][len(request.output_ids) : -1][:length]
         is_wrong = [self._random.random() < self._wrong_share for _ in right]
