@@ -6,9 +6,10 @@
 Without traces it repeats the newest result, which has all that a prediction needs: seconds on any
 machine, and no server. The traces are those of `benchmark.speculation.draft_speed`'s servers
 (build/bench/trace_31700.jsonl and trace_31701.jsonl), `--measured` is its result. Step times are
-fitted to the first counted round of both; how often drafts are right is counted for each kind of
-text with one client. From these the simulator, whose scheduler is the server's, serves the same
-requests with drafts and without.
+fitted to the first counted round of both; how often drafts are right is counted with one client.
+From these the simulator, whose scheduler is the server's, serves the same requests with drafts and
+without. The gain is predicted twice: from the acceptance of each text, and as if all of a kind had
+the same, which is as much as a user may know.
 """
 
 import sys
@@ -52,11 +53,24 @@ MOST_ERROR = 0.1
 POOL_TOKENS = 32_768
 
 
-class TextKind(msgspec.Struct, frozen=True):
-    """Requests of one kind: pairs of prompt and output tokens, and what their drafts are like."""
+class Text(msgspec.Struct, frozen=True):
+    """A request, and the acceptance of its drafts."""
 
-    lengths: list[tuple[int, int]]
+    prompt_tokens: int
+    output_tokens: int
     acceptance: DraftAcceptance
+
+
+class TextKind(msgspec.Struct, frozen=True):
+    """Requests of one kind, and the acceptance of the drafts of all of them."""
+
+    texts: list[Text]
+    acceptance: DraftAcceptance
+
+    def alike(self) -> "TextKind":
+        """The same requests with the kind's acceptance."""
+        same = [msgspec.structs.replace(one, acceptance=self.acceptance) for one in self.texts]
+        return TextKind(same, self.acceptance)
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -90,15 +104,20 @@ def _predict(options: Options) -> Report:
         off, on = options.traces.split(",")
         measured = measured_from(Path(off), Path(on), read_record(options.measured))
     predicted = predicted_gains(measured, options.rounds)
-    errors = {load: predicted[load] / median(gains) - 1.0 for load, gains in measured.gains.items()}
+    kinds = {load: kind.alike() for load, kind in measured.kinds.items()}
+    by_kind = predicted_gains(msgspec.structs.replace(measured, kinds=kinds), options.rounds)
     return Report(
         name="draft_forecast",
-        texts=[_gain_table(measured, predicted, errors), _acceptance_table(measured.kinds)],
+        texts=[_gain_table(measured, predicted, by_kind), _acceptance_table(measured.kinds)],
         facts={"Simulation": {"rounds": str(options.rounds), "measured": options.measured.stem}},
-        record={"measured": msgspec.to_builtins(measured), "predicted": predicted},
+        record={
+            "measured": msgspec.to_builtins(measured),
+            "predicted": predicted,
+            "by_kind": by_kind,
+        },
         problems=[
             f"{load}: predicted {error:+.1%} of the measured gain"
-            for load, error in errors.items()
+            for load, error in _errors(measured, predicted).items()
             if abs(error) > MOST_ERROR
         ],
     )
@@ -134,8 +153,12 @@ def measured_from(off: Path, on: Path, speed: Mapping[str, Any]) -> Measured:
     kinds = {}
     for load in lone:
         requests = [*chain.from_iterable(map(lone_requests, drafted[load]))]
-        lengths = [(one.prompt_tokens, one.output_tokens) for one in requests[: sizes[load]]]
-        kinds[load] = TextKind(lengths, acceptance_of(requests))
+        of_kind = acceptance_of(requests)
+        texts = [
+            Text(one.prompt_tokens, one.output_tokens, acceptance_of([one], of_kind))
+            for one in requests[: sizes[load]]
+        ]
+        kinds[load] = TextKind(texts, of_kind)
     return Measured(
         costs=fitted.stages[0].costs,
         host=fitted.host,
@@ -192,12 +215,12 @@ def _loads(measured: Measured, ids: TokenIds) -> Iterable[list[SimulatedRequest]
         [
             SimulatedRequest(
                 arrival_s=0.0,
-                prompt=(ids.fresh(prompt_tokens),),
-                output=ids.fresh(output_tokens),
+                prompt=(ids.fresh(text.prompt_tokens),),
+                output=ids.fresh(text.output_tokens),
                 think_s=measured.gap_s,
-                acceptance=kind.acceptance,
+                acceptance=text.acceptance,
             )
-            for prompt_tokens, output_tokens in kind.lengths
+            for text in kind.texts
         ]
         for kind in measured.kinds.values()
     ]
@@ -215,19 +238,25 @@ def _served_s(pipeline: VirtualPipeline, clients: Sequence[SimulatedRequest]) ->
     return max(one.finished_s or 0.0 for one in served[num_before:]) - began_s
 
 
+def _errors(measured: Measured, predicted: Mapping[str, float]) -> dict[str, float]:
+    return {load: predicted[load] / median(gains) - 1.0 for load, gains in measured.gains.items()}
+
+
 def _gain_table(
-    measured: Measured, predicted: Mapping[str, float], errors: Mapping[str, float]
+    measured: Measured, predicted: Mapping[str, float], by_kind: Mapping[str, float]
 ) -> str:
+    errors, errors_by_kind = _errors(measured, predicted), _errors(measured, by_kind)
     rows = [
         [
             load,
             f"{median(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})",
-            f"{predicted[load]:.2f}",
-            f"{errors[load]:+.1%}",
+            *(f"{predicted[load]:.2f}", f"{errors[load]:+.1%}"),
+            *(f"{by_kind[load]:.2f}", f"{errors_by_kind[load]:+.1%}"),
         ]
         for load, gains in measured.gains.items()
     ]
-    return markdown_table(["load", "gain, measured", "predicted", "error"], rows)
+    heads = ["load", "gain, measured", "predicted by text", "error", "by kind", "error"]
+    return markdown_table(heads, rows)
 
 
 def _acceptance_table(kinds: Mapping[str, TextKind]) -> str:

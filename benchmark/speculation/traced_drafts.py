@@ -86,13 +86,21 @@ def mean_gap_s(records: Sequence[StepRecord]) -> float:
     return sum(gaps) / len(gaps)
 
 
-def acceptance_of(requests: Sequence[TracedRequest]) -> DraftAcceptance:
+def acceptance_of(
+    requests: Sequence[TracedRequest], kind: DraftAcceptance | None = None
+) -> DraftAcceptance:
     """The acceptance of the drafts of `requests`, counted over all of them.
 
     Where a whole draft was right, the token behind it was not drafted: its run counts as going on.
+
+    Args:
+        kind: that of more texts like these, which counts as one token more behind each run.
     """
-    checked, right = [0] * (LONGEST_RUN + 1), [0] * (LONGEST_RUN + 1)
-    lookups = found = 0
+    checked, right = [0.0] * (LONGEST_RUN + 1), [0.0] * (LONGEST_RUN + 1)
+    lookups = found = 0.0
+    if kind is not None:
+        checked, lookups, found = [1.0] * (LONGEST_RUN + 1), 1.0, kind.found
+        right = [kind.chance(run) for run in range(LONGEST_RUN + 1)]
     for request in requests:
         run = 0
         for num_drafted, num_right in request.drafts:
