@@ -192,8 +192,8 @@ def _fit_with_drafts(
         ]
     )
     found = relative_fit(features, measured_ms, outlier_share)
-    *of_decodes_ms, attended_ms, sample_ms = (float(one) for one in found[-4:])
-    layer = LayerCost(rising_rows(knots, found[:-4]), *of_decodes_ms, attended_ms)
+    decode_ms, by_decodes_ms, attended_ms, sample_ms = (float(one) for one in found[-4:])
+    layer = LayerCost(rising_rows(knots, found[:-4]), decode_ms, by_decodes_ms, attended_ms)
     return _lone_layer(layer, sample_ms)
 
 
