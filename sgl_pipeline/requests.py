@@ -165,6 +165,30 @@ class Room:
     peer: str = ""
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """The drafts of one request so far: its steps with a draft, by the number of draft tokens that
+    were right, and all draft tokens."""
+
+    steps_by_right: list[int] = field(default_factory=list)
+    drafted_tokens: int = 0
+
+    def note(self, num_drafted: int, num_right: int) -> None:
+        """Another step had a draft."""
+        self.drafted_tokens += num_drafted
+        missing = num_right + 1 - len(self.steps_by_right)
+        self.steps_by_right += [0] * missing
+        self.steps_by_right[num_right] += 1
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.steps_by_right)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(right * steps for right, steps in enumerate(self.steps_by_right))
+
+
 class RequestState(Enum):
     """The state of a request. WAITING holds no pages; RUNNING does; FINISHED never comes back."""
 
@@ -219,6 +243,7 @@ class Request:
     # Tokens whose keys and values are there before it begins to run; 0 without a lease.
     leased_tokens: int = 0
     num_retractions: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)
     # What has come back of the log-probabilities: runs of rows without a gap between them.

@@ -60,11 +60,25 @@ def test_answers_are_those_without_drafts(
         assert answers(drafting, prompts, sampling) == answers(plain, prompts, sampling)
 
 
+def test_an_answer_tells_of_its_drafts(engines: tuple[Engine, Engine]) -> None:
+    plain, drafting = engines
+    assert not any("spec" in name for name in plain.generate(PROMPTS[0], SAMPLINGS[0])["meta_info"])
+    told = drafting.generate(PROMPTS[0], SAMPLINGS[0])["meta_info"]
+    steps, drafted = told["spec_verify_ct"], told["spec_num_proposed_drafts"]
+    right = told["spec_num_correct_drafts"]
+    assert 0 < right < drafted and 0 < steps < told["completion_tokens"]
+    assert told["spec_accept_rate"] == right / drafted
+    assert told["spec_accept_length"] == 1 + right / steps
+    assert told["spec_cap_length"] == 1 + drafted / steps
+    assert sum(told["spec_correct_drafts_histogram"]) == steps
+
+
 def test_drafts_are_counted(engines: tuple[Engine, Engine]) -> None:
     plain, drafting = engines
     answers(drafting, PROMPTS[0], SAMPLINGS[0])
     (facts,) = drafting.get_server_info()["internal_states"]
     assert facts["spec_num_proposed_drafts"] > facts["spec_num_correct_drafts"] > 0
     assert facts["avg_spec_accept_length"] > 1.0
+    assert facts["why_no_drafts"] == "no request decodes"
     (facts,) = plain.get_server_info()["internal_states"]
     assert facts["spec_num_proposed_drafts"] == facts["avg_spec_accept_length"] == 0

@@ -12,6 +12,16 @@ CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")
 # The order of waiting requests: first come first served, the one that may draw the most first, or
 # one of the above.
 SCHEDULE_POLICIES = ("fcfs", "lof", *CACHE_AWARE_POLICIES)
+# SGLang's default of --speculative-num-draft-tokens, and our limit.
+DRAFT_ROWS, MOST_DRAFT_ROWS = 12, 64
+
+
+def draft_tokens_of(rows: int | None) -> int:
+    """Most draft tokens of a decode that has at most so many rows in a step (None: SGLang's
+    default), which count the token before them too. Raises ConfigurationError."""
+    rows = DRAFT_ROWS if rows is None else rows
+    between(2, MOST_DRAFT_ROWS)("--speculative-num-draft-tokens", rows)
+    return rows - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,11 +137,11 @@ def _kinds_ms(
 def _layer_cost(
     works: Sequence[StepWork], measured: np.ndarray, curve_rows: tuple[float, ...]
 ) -> LayerCost:
-    knots = _used_knots([work.tokens for work in works], curve_rows)
+    knots = used_knots([work.tokens for work in works], curve_rows)
     features = np.array(
         [
             [
-                *_curve_features(work.tokens, knots),
+                *curve_features(work.tokens, knots),
                 work.decodes,
                 work.decode_attended_tokens,
                 work.prefill_attended_tokens,
@@ -151,21 +151,21 @@ def _layer_cost(
     )
     found = relative_fit(features, measured)
     decode_ms, by_decode_ms, by_prefill_ms = (float(one) for one in found[-3:])
-    return LayerCost(_rising_rows(knots, found[:-3]), decode_ms, by_decode_ms, by_prefill_ms)
+    return LayerCost(rising_rows(knots, found[:-3]), decode_ms, by_decode_ms, by_prefill_ms)
 
 
 def _row_cost(rows: Sequence[int], measured: np.ndarray, curve_rows: tuple[float, ...]) -> RowCost:
-    knots = _used_knots(rows, curve_rows)
-    features = np.array([_curve_features(count, knots) for count in rows])
-    return _rising_rows(knots, relative_fit(features, measured))
+    knots = used_knots(rows, curve_rows)
+    features = np.array([curve_features(count, knots) for count in rows])
+    return rising_rows(knots, relative_fit(features, measured))
 
 
-def _used_knots(rows: Sequence[int], curve_rows: tuple[float, ...]) -> tuple[float, ...]:
+def used_knots(rows: Sequence[int], curve_rows: tuple[float, ...]) -> tuple[float, ...]:
     """The knots of `curve_rows` below the most rows; beyond them the last slope continues."""
     return tuple(knot for knot in curve_rows if knot == 1.0 or knot < max(rows))
 
 
-def _curve_features(rows: int, knots: Sequence[float]) -> list[float]:
+def curve_features(rows: int, knots: Sequence[float]) -> list[float]:
     """1 for the time of a single row, then the number of rows between one knot and the next, so
     that times rise with rows and their slope is free."""
     nexts = (*knots[1:], float("inf"))
@@ -175,7 +175,7 @@ def _curve_features(rows: int, knots: Sequence[float]) -> list[float]:
     return [1.0, *between]
 
 
-def _rising_rows(knots: tuple[float, ...], found: np.ndarray) -> RowCost:
+def rising_rows(knots: tuple[float, ...], found: np.ndarray) -> RowCost:
     base_ms, *slopes_ms = (float(one) for one in found)
     times_ms = [base_ms]
     for slope_ms, low, high in zip(slopes_ms, knots, knots[1:], strict=False):

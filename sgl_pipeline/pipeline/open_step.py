@@ -55,7 +55,7 @@ class OpenStep:
         return StepRecord(
             step_id=microbatch.step_id,
             epoch=microbatch.epoch,
-            prefill_tokens=work.tokens - work.decodes,
+            prefill_tokens=microbatch.num_prefill_tokens,
             decodes=work.decodes,
             samples=work.samples,
             attended_tokens=work.decode_attended_tokens + work.prefill_attended_tokens,
@@ -75,6 +75,11 @@ class OpenStep:
             stages=tuple(self.timings[stage] for stage in range(len(self.timings))),
             ended=self.ended,
             leased_rows=self.leased_rows,
+            draft_tokens=microbatch.num_draft_tokens,
+            # A step gives a request one token, and one for each right draft token.
+            accepted_draft_tokens=sum(
+                len(one.token_ids) - 1 for one in self.events if one.token_ids
+            ),
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 
 from sgl_pipeline.args import ACCOUNTINGS
 from sgl_pipeline.migration.step_forecast import StepForecast
+from sgl_pipeline.pipeline.draft_state import draft_state
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.offload_rule import OffloadRule
 from sgl_pipeline.pipeline.open_step import OpenStep
@@ -341,9 +342,7 @@ class PipelineCore:
             cached_tokens=scheduler.num_cached_tokens,
             prompt_tokens=scheduler.num_prompt_tokens,
             num_retractions=scheduler.num_retractions,
-            draft_steps=scheduler.drafts.num_steps,
-            drafted_tokens=scheduler.drafts.num_drafted,
-            accepted_draft_tokens=scheduler.drafts.num_accepted,
+            drafts=draft_state(scheduler, history),
             replayed_tokens=() if log is None else tuple(log.replayed_tokens),
             log_pages=0 if log is None else log.capacity,
             recent_steps=tuple(history.recent),

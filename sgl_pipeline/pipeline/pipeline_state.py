@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from sgl_pipeline.pipeline.draft_state import DraftState
 from sgl_pipeline.pipeline.throttle_control import ThrottleState
 from sgl_pipeline.pipeline_load import PipelineLoad
 from sgl_pipeline.records.move_record import MoveRecord
@@ -137,15 +138,14 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     `waiting_requests` are in the queue, `compiling_requests` wait for their grammar before it.
     `queued_tokens` are all prompt tokens of the queue, cached or not, `decoding_tokens` all tokens
     of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
-    `decodes`), prompt tokens served from the cache and admitted, retractions, decodes that had a
-    draft, the tokens of these drafts and the right ones of them. `recent_steps` are the newest that
-    all stages have reported, oldest first (`step_history.RECENT_STEPS`). `moves` are the newest
-    layer moves, `recoveries` the newest recoveries, oldest first, those under way included.
-    `replayed_tokens` counts the tokens that each stage alone has computed again since the start; it
-    is empty without a recovery log, which has room for `log_pages`. `throttle` has the
-    knobs of the policy, if they can be changed. `tier` is None where the server has no store and
-    cannot get one, `rooms` where it does not share requests with other servers. `tenants` are the
-    most served ones first, and none where all requests are of one.
+    `decodes`), prompt tokens served from the cache and admitted, retractions. `recent_steps` are
+    the newest that all stages have reported, oldest first (`step_history.RECENT_STEPS`).
+    `moves` are the newest layer moves, `recoveries` the newest recoveries, oldest first, those
+    under way included. `replayed_tokens` counts the tokens that each stage alone has computed
+    again since the start; it is empty without a recovery log, which has room for `log_pages`.
+    `throttle` has the knobs of the policy, if they can be changed. `tier` is None where the
+    server has no store and cannot get one, `rooms` where it does not share requests with other
+    servers. `tenants` are the most served ones first, and none where all requests are of one.
     """
 
     now_s: float
@@ -165,9 +165,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     prompt_tokens: int
     num_retractions: int
-    draft_steps: int
-    drafted_tokens: int
-    accepted_draft_tokens: int
+    drafts: DraftState
     recent_steps: tuple[StepRecord, ...]
     stages: tuple[StageState, ...]
     moves: tuple[MoveRecord, ...]
@@ -218,17 +216,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def decoded_tokens(self) -> int:
         """Output tokens since the start that no prompt's step drew, those in flight included."""
-        return self.decodes + self.accepted_draft_tokens
-
-    @property
-    def draft_accept_rate(self) -> float:
-        """Share of the draft tokens since the start that were right."""
-        return self.accepted_draft_tokens / max(1, self.drafted_tokens)
-
-    @property
-    def draft_accept_length(self) -> float:
-        """Mean number of tokens that a decode with a draft gave since the start; 0.0: none had."""
-        return self.draft_steps and 1.0 + self.accepted_draft_tokens / self.draft_steps
+        return self.decodes + self.drafts.accepted_tokens
 
     @property
     def steps_of_plan(self) -> tuple[StepRecord, ...]:

@@ -84,7 +84,7 @@ class StageWatch:
             one.stages[stage].done_s - one.stages[stage].activations_s for one in recent
         )
         if microbatch is not None:
-            most_tokens = max(one.prefill_tokens + one.decodes for one in recent)
+            most_tokens = max(one.num_tokens for one in recent)
             most_attended = max(one.attended_tokens for one in recent)
             slowest_s *= max(
                 1.0,

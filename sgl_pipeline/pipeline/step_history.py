@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.pipeline_load import Bound
 from sgl_pipeline.records.trace import StepRecord
 
 RECENT_STEPS = 256
@@ -16,7 +17,7 @@ class StepHistory:
     `prefill_tokens` and `decodes` count what was scheduled since the start, `input_wait_ms` and
     `compute_ms` are totals for each position in the pipeline, also for positions that no longer
     exist. `last_steps` maps a stage to the last step that it reported, `heard_s` to the time of
-    that report on the driver's clock.
+    that report on the driver's clock. `newest_bound` is what bound the newest decided step.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -24,6 +25,7 @@ class StepHistory:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
         self.last_steps: dict[int, int] = {}
         self.heard_s: dict[int, float] = {}
+        self.newest_bound: Bound = "MaxP"
         self.prefill_tokens = 0
         self.decodes = 0
         self.input_wait_ms = [0.0] * num_stages
@@ -41,6 +43,7 @@ class StepHistory:
 
     def scheduled(self, microbatch: Microbatch) -> None:
         """Counts a step that was decided."""
+        self.newest_bound = microbatch.budget.bound_by
         self.decodes += microbatch.num_decodes
         self.prefill_tokens += microbatch.num_prefill_tokens
 

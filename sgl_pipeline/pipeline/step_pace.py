@@ -53,7 +53,7 @@ class StepPace:
         """The pace of consecutive steps of one plan; None for fewer than MIN_STEPS."""
         if len(records) < MIN_STEPS:
             return None
-        tokens = [record.prefill_tokens + record.decodes for record in records]
+        tokens = [record.num_tokens for record in records]
         stages_s = [[stage.compute_ms * 1e-3 for stage in one.stages] for one in records]
         # Time beyond the stages' work: the least of all, because other steps had to wait on their
         # way.

@@ -87,7 +87,12 @@ class ChromeTraceWriter:
 def _step_spans(record: StepRecord) -> Iterator[dict[str, Any]]:
     """The spans of one step. The spans before a stage computes are its bubbles; one that takes no
     time is left out."""
-    carried = {"prefill_tokens": record.prefill_tokens, "decodes": record.decodes}
+    carried = {
+        "prefill_tokens": record.prefill_tokens,
+        "decodes": record.decodes,
+        "draft_tokens": record.draft_tokens,
+        "accepted_draft_tokens": record.accepted_draft_tokens,
+    }
     decided = {
         "waiting_tokens": record.waiting_tokens,
         "free_page_share": record.free_page_share,

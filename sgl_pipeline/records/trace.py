@@ -54,7 +54,9 @@ class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
     token that it attends to, `decode_attended_tokens` those of decodes, each of which costs several
     of a prompt's (0 in traces written before there was the field); `ended` are the requests that
     had their last token in this step. `prefill_budget` and `decode_budget` are what the policy
-    allowed, `bound_by` what bound the prefill (`throttle.load.TokenBudget`).
+    allowed, `bound_by` what bound the prefill (`throttle.load.TokenBudget`). Decodes have
+    `draft_tokens` besides, of which `accepted_draft_tokens` were right; traces written before there
+    were the fields count them as prefill.
     """
 
     step_id: int
@@ -81,16 +83,23 @@ class StepRecord(msgspec.Struct, Event, frozen=True, kw_only=True):
     missed_target: str | None = None
     # Rows whose attention another server computed; they count in no attended tokens.
     leased_rows: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     @property
     def label(self) -> str:
         return f"step {self.step_id}"
 
     @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return self.prefill_tokens + self.decodes + self.draft_tokens
+
+    @property
     def work(self) -> StepWork:
         """The work on which the step's time depends."""
         return StepWork(
-            self.prefill_tokens + self.decodes,
+            self.num_tokens,
             self.decodes,
             self.decode_attended_tokens,
             self.attended_tokens - self.decode_attended_tokens,

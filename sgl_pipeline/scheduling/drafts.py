@@ -4,7 +4,9 @@ A draft delays and displaces no other request: a step with prompts has none, and
 are free ones that no running request is about to need.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sgl_pipeline.microbatch import Chunk, work_of
 from sgl_pipeline.requests import Request
@@ -35,14 +37,29 @@ def _new_acceptance() -> dict[DraftKind, Acceptance]:
     return {kind: Acceptance(prior_chance=chance) for kind, chance in FIRST_CHANCES.items()}
 
 
+class DraftSource(Protocol):
+    """The drafts of one request."""
+
+    def draft(self, num_tokens: int) -> tuple[int, ...]:
+        """A guess at its next tokens, at most so many."""
+
+    def next_token(self, after: Sequence[int]) -> int | None:
+        """A guess at the token behind its own and then `after`."""
+
+
 @dataclass(slots=True)
 class _Drafter:
-    """The index of one request, how often its draft tokens of each kind were right, and the draft
+    """The drafts of one request, how often its draft tokens of each kind were right, and the draft
     of its newest step."""
 
-    index: NgramIndex
+    source: DraftSource
     acceptance: dict[DraftKind, Acceptance] = field(default_factory=_new_acceptance)
     draft: Draft = _NO_DRAFT
+
+    def best_chance(self, request: Request) -> float:
+        """The chance of the likeliest kind that a draft of `request` may have."""
+        kinds = (DraftKind.GUESS,) if request.constraint is None else tuple(DraftKind)
+        return max(self.acceptance[kind].chance for kind in kinds)
 
     def chances(self, draft: Draft) -> list[float]:
         """The chances that the tokens of `draft` are right, each if those before it are."""
@@ -66,7 +83,7 @@ class _Drafter:
 
 
 class Drafts:
-    """Drafts of at most `most_each` tokens.
+    """Drafts of at most `most_each` tokens (0: there are none), from `source_of` their request.
 
     Since the start: `num_steps` times a request had a draft in a step, in all `num_drafted` tokens,
     of which `num_accepted` were right.
@@ -74,6 +91,7 @@ class Drafts:
 
     def __init__(self, most_each: int, pages: RequestPages, running: RunningRequests) -> None:
         self.num_steps = self.num_drafted = self.num_accepted = 0
+        self.source_of: Callable[[Request], DraftSource] = _ngrams
         self._most_each = most_each
         self._pages = pages
         self._running = running
@@ -116,6 +134,16 @@ class Drafts:
         if drafter is not None:
             drafter.learn(num_drafted, num_right)
 
+    @property
+    def most_each(self) -> int:
+        """Most draft tokens of a request in a step."""
+        return self._most_each
+
+    def chance(self, request: Request) -> float:
+        """The expected chance that a draft token of `request` is right."""
+        drafter = self._drafters.get(request) or _Drafter(self.source_of(request))
+        return drafter.best_chance(request)
+
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._drafters.pop(request, None)
@@ -130,15 +158,13 @@ class Drafts:
             return _NO_DRAFT
         drafter = self._drafters.get(request)
         if drafter is None:
-            drafter = self._drafters[request] = _Drafter(NgramIndex(request, LENGTHS, CAPACITY))
-        if request.constraint is not None:
-            if max(one.chance for one in drafter.acceptance.values()) < least_chance:
-                return _NO_DRAFT
-            most = min(most, grammar_most)
-            return grammar_draft(request.constraint, most, drafter.index.next_token)
-        if drafter.acceptance[DraftKind.GUESS].chance < least_chance:
+            drafter = self._drafters[request] = _Drafter(self.source_of(request))
+        if drafter.best_chance(request) < least_chance:
             return _NO_DRAFT
-        return guessed(drafter.index.draft(most))
+        if request.constraint is not None:
+            most = min(most, grammar_most)
+            return grammar_draft(request.constraint, most, drafter.source.next_token)
+        return guessed(drafter.source.draft(most))
 
     def _go(self, chunk: Chunk, draft: Draft) -> Chunk:
         """The chunk with as much of `draft` as there are pages for."""
@@ -159,3 +185,7 @@ class Drafts:
         extended = self._pages.extend(request, chunk.end + len(draft))
         assert extended
         return Chunk(request, chunk.start, chunk.length + len(draft), True, True, draft)
+
+
+def _ngrams(request: Request) -> DraftSource:
+    return NgramIndex(request, LENGTHS, CAPACITY)

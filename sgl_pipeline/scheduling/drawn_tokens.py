@@ -28,4 +28,6 @@ def take_drawn(
         finish = finish_reason(request)
         if finish is not None or chunk.draft_ids[count - 1 : count] != (token_id,):
             break
+    if chunk.draft_ids:
+        request.drafts.note(len(chunk.draft_ids), count - 1)
     return tuple(drawn_ids[:count]), finish

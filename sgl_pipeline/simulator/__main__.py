@@ -47,6 +47,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.pd is not None:
         if not isinstance(pipeline, Cluster):
             raise ConfigurationError("a recorded pipeline is mixed; use --pd without --calibrate")
+        require(
+            options.draft_acceptance is None,
+            "drafts are not simulated with prefill and decode apart, whose step times the "
+            "schedulers do not know; use --draft-acceptance without --pd",
+        )
         run = FleetCommand(options, pipeline, scheduling_of(options), target)
         for policy in options.policy:
             for rate in options.rate:
@@ -61,6 +66,8 @@ def _run(options: argparse.Namespace) -> int:
             print(_row(policy, rate, summary), flush=True)
             for move in simulation.moves:
                 print(_move_row(move), flush=True)
+            if options.draft_acceptance is not None:
+                print(_draft_row(simulation), flush=True)
             if simulation.tier is not None:
                 print(_store_row(simulation.tier, summary), flush=True)
             _write(options, policy, rate, simulation, summary)
@@ -141,6 +148,17 @@ def _move_row(move: MoveRecord) -> str:
     return (
         f"    layers {before} to {after} from {move.began_s:.1f} s on: {move.outcome}, "
         f"{megabytes:.0f} MB of KV, a step waited {move.wait_ms:.1f} ms"
+    )
+
+
+def _draft_row(simulation: Simulation) -> str:
+    records = [step.record for step in simulation.steps]
+    drafted = sum(record.draft_tokens for record in records)
+    accepted = sum(record.accepted_draft_tokens for record in records)
+    decodes = sum(record.decodes for record in records)
+    return (
+        f"    drafts: {accepted} of {drafted} tokens right; a decode gave "
+        f"{1 + accepted / max(1, decodes):.2f} tokens"
     )
 
 

@@ -14,7 +14,12 @@ from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.least_squares import KNOT_TOKENS, relative_fit, rows_beyond_knots
 from sgl_pipeline.migration.predictor import StepPredictor
-from sgl_pipeline.migration.step_fit import convex_rows
+from sgl_pipeline.migration.step_fit import (
+    convex_rows,
+    curve_features,
+    rising_rows,
+    used_knots,
+)
 from sgl_pipeline.records.trace import StepRecord, read_trace
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.step_shape import StepShape
@@ -25,6 +30,8 @@ OUTLIER_SHARE = 0.3
 # A bend in the slope counts where this share of the steps is this many times as large.
 SHARE_BEYOND_KNOT = 0.05
 BEYOND_KNOT = 1.5
+# Where times by rows may bend, in a run with drafts.
+DRAFT_KNOTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0, 512.0)
 # The percentile that stands for a step that does not wait: the minimum may be a slip of a clock.
 FLOOR = 5
 
@@ -137,7 +144,11 @@ def lone_layer(
 ) -> StepPredictor:
     """The times of a stage: a base, what each row beyond a knot adds to the slope before it, and
     what is attended to and sampled."""
-    layer = LayerCost(convex_rows(base_ms, slopes_ms), 0.0, attended_ms, attended_ms)
+    rows = convex_rows(base_ms, slopes_ms)
+    return _lone_layer(LayerCost(rows, 0.0, attended_ms, attended_ms), sample_ms)
+
+
+def _lone_layer(layer: LayerCost, sample_ms: float) -> StepPredictor:
     embedding = RowCost((1.0,), (0.0,), 0.0)
     tail = RowCost((1.0,), (sample_ms,), sample_ms)
     return StepPredictor(StepCosts(layer, embedding, tail, layer_weights=(1.0,)))
@@ -146,6 +157,9 @@ def lone_layer(
 def _fit_stage(
     records: Sequence[StepRecord], measured_s: np.ndarray, is_robust: bool
 ) -> StepPredictor:
+    outlier_share = OUTLIER_SHARE if is_robust else np.inf
+    if any(record.draft_tokens for record in records):
+        return _fit_with_drafts([one.work for one in records], measured_s * 1e3, outlier_share)
     features = np.array(
         [[1.0, *rows_beyond_knots(r.work.tokens), r.attended_tokens, r.samples] for r in records]
     )
@@ -154,9 +168,33 @@ def _fit_stage(
         for column, knot in enumerate(KNOT_TOKENS[1:], 2):
             if (tokens > BEYOND_KNOT * knot).mean() < SHARE_BEYOND_KNOT:
                 features[:, column] = 0.0
-    found = relative_fit(features, measured_s * 1e3, OUTLIER_SHARE if is_robust else np.inf)
+    found = relative_fit(features, measured_s * 1e3, outlier_share)
     base_ms, *slopes_ms, attended_ms, sample_ms = (float(one) for one in found)
     return lone_layer(base_ms, slopes_ms, attended_ms, sample_ms)
+
+
+def _fit_with_drafts(
+    works: Sequence[StepWork], measured_ms: np.ndarray, outlier_share: float
+) -> StepPredictor:
+    """Few rows in each size: what one row more takes is what a draft costs, and that is not even
+    among the first. Drafts also tell a decode's own cost from a row's and a sample's."""
+    knots = used_knots([work.tokens for work in works], DRAFT_KNOTS)
+    features = np.array(
+        [
+            [
+                *curve_features(work.tokens, knots),
+                work.decodes,
+                work.decode_attended_tokens,
+                work.prefill_attended_tokens,
+                work.samples,
+            ]
+            for work in works
+        ]
+    )
+    found = relative_fit(features, measured_ms, outlier_share)
+    decode_ms, by_decodes_ms, attended_ms, sample_ms = (float(one) for one in found[-4:])
+    layer = LayerCost(rising_rows(knots, found[:-4]), decode_ms, by_decodes_ms, attended_ms)
+    return _lone_layer(layer, sample_ms)
 
 
 def _prepare_s(records: Sequence[StepRecord]) -> float:

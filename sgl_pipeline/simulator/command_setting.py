@@ -19,6 +19,11 @@ from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
 from sgl_pipeline.host_network import read_host_network
 from sgl_pipeline.scheduling.tier_rules import TierRules
+from sgl_pipeline.simulator.draft_flags import (
+    acceptance_of,
+    add_draft_flags,
+    simulated_draft_tokens,
+)
 from sgl_pipeline.simulator.experiment import LINKS, SERVER_RULES, Cluster, MeasuredPipeline
 from sgl_pipeline.simulator.fleet_command import positive
 from sgl_pipeline.simulator.kernel_costs import DEVICES
@@ -110,6 +115,7 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         help="planner and policy predict by costs fitted beforehand to the tables, or to the "
         "steps that they see",
     )
+    add_draft_flags(parser)
     _add_store(parser)
     parser.add_argument("--target-ttft-ms", type=float)
     parser.add_argument("--target-tpot-ms", type=float)
@@ -175,6 +181,8 @@ def workload_of(options: argparse.Namespace, rate_per_s: float) -> list[Simulate
     requests = load_trace(options.trace, options.requests)
     if options.hit_rate:
         requests = shared_prefixes(requests, options.hit_rate, options.sharing_requests)
+    acceptance = acceptance_of(options)
+    requests = [request.with_acceptance(acceptance) for request in requests]
     if options.arrivals == "recorded":
         return scaled_arrivals(requests, rate_per_s)
     return poisson_arrivals(requests, rate_per_s, Random(options.seed))
@@ -189,6 +197,7 @@ def scheduling_of(options: argparse.Namespace) -> SchedulingArgs:
         max_running_requests=options.max_running_requests,
         radix_cache=not options.disable_radix_cache,
         extra_steps_in_flight=options.extra_steps_in_flight,
+        draft_tokens=simulated_draft_tokens(options),
     )
 
 

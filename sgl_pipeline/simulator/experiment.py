@@ -226,7 +226,8 @@ class Cluster:
     def pipeline(
         self, scheduler: StepScheduler, page_size: int, *, is_timed: bool = False
     ) -> VirtualPipeline:
-        """A new one, with nothing in it; `is_timed` where its policy asks what steps take."""
+        """A new one, with nothing in it; `is_timed` where its policy or drafts ask what steps
+        take."""
         costs = self.costs()
         plan = StagePlan(0, costs.layer_counts)
         forecast = StepForecast(plan, learns=False)
@@ -308,6 +309,10 @@ def simulate(
         num_stages=pipeline.num_stages,
         context_length=pool_tokens,
     )
-    is_timed = POLICY_TABLE[throttle.policy].budgets_time or scheduling.fair_shares_by is not None
+    is_timed = (
+        POLICY_TABLE[throttle.policy].budgets_time
+        or scheduling.fair_shares_by is not None
+        or scheduling.draft_tokens > 0
+    )
     virtual = pipeline.pipeline(scheduler, scheduling.page_size, is_timed=is_timed)
     return virtual.run(workload, on_progress, most_steps)

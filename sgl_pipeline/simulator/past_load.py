@@ -67,7 +67,7 @@ class PastLoad:
     @property
     def largest_step(self) -> int:
         """Tokens of the largest step that was measured."""
-        return max(step.prefill_tokens + step.decodes for step in self.work.steps)
+        return max(step.num_tokens for step in self.work.steps)
 
     @property
     def in_force(self) -> ThrottleArgs:

@@ -15,7 +15,8 @@ from sgl_pipeline.step_work import StepWork, attended_tokens
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """`prefills` are pairs (tokens of the chunk, tokens of its request before it).
+    """`prefills` are pairs (tokens of the chunk, tokens of its request before it). The draft tokens
+    of a decode are one of them: they read the same keys together.
 
     `decode_contexts` are the tokens that each decode attends to, its own among them; the attention
     of the last `num_remote` of them is computed elsewhere. `num_samples` rows go through the head.
@@ -31,10 +32,12 @@ class StepShape:
         """The shape of `microbatch`, with the attention of decodes of `remote` elsewhere."""
         chunks = microbatch.chunks
         decodes = [chunk for chunk in chunks if chunk.is_decode]
-        elsewhere = tuple(chunk.end for chunk in decodes if chunk.request in remote)
-        here = tuple(chunk.end for chunk in decodes if chunk.request not in remote)
+        elsewhere = tuple(chunk.start + 1 for chunk in decodes if chunk.request in remote)
+        here = tuple(chunk.start + 1 for chunk in decodes if chunk.request not in remote)
+        prompts = [(chunk.length, chunk.start) for chunk in chunks if not chunk.is_decode]
+        drafts = [(one.length - 1, one.start + 1) for one in decodes if one.length > 1]
         return cls(
-            tuple((chunk.length, chunk.start) for chunk in chunks if not chunk.is_decode),
+            (*prompts, *drafts),
             here + elsewhere,
             microbatch.num_samples,
             len(elsewhere),

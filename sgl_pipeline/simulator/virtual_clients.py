@@ -11,6 +11,7 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.requests import GREEDY, Request, Room, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.simulation import ServedRequest
+from sgl_pipeline.simulator.virtual_drafts import VirtualDrafts
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
 # Gets a request that begins to be served, and what its client will see.
@@ -73,11 +74,17 @@ class VirtualClients:
                 self._live[request] = served
                 self.on_begin(request, served)
 
-    def next_token(self, request: Request) -> int:
-        """The token that the model draws next for a request; of one that has failed it is
+    def next_tokens(self, request: Request, num_tokens: int) -> range:
+        """The tokens that the model draws next for a request; of one that has failed they are
         dropped."""
         served = self._live.get(request)
-        return 0 if served is None else served.asked.output.first + len(request.output_ids)
+        first = 0 if served is None else served.asked.output.first + len(request.output_ids)
+        return range(first, first + num_tokens)
+
+    def drafts_of(self, request: Request) -> VirtualDrafts:
+        """The drafts of a request that the scheduler serves."""
+        asked = self._live[request].asked
+        return VirtualDrafts(request, asked.output.first, asked.acceptance)
 
     def note_tokens(self, request: Request, num_new: int, now_s: float) -> None:
         """The client of `request` gets `num_new` tokens, perhaps its last."""

@@ -79,6 +79,7 @@ class VirtualPipeline:
         plan = StagePlan(0, costs.layer_counts)
         forecast = forecast or StepForecast(plan, learns=False)
         self.clients = VirtualClients()
+        scheduler.drafts.source_of = self.clients.drafts_of
         self._core = PipelineCore(scheduler, plan, migration, forecast)
         self._costs = costs
         self._remote = remote
@@ -218,12 +219,10 @@ class VirtualPipeline:
     def _reports(self, trip: _Trip) -> list[StageReport]:
         """The stages' report of a step that has passed them all."""
         microbatch = trip.step.microbatch
-        next_token = self.clients.next_token
-        # No token of an output comes twice: drafts are never right, and gains are not simulated.
         tokens = tuple(
-            next_token(chunk.request)
+            token
             for chunk in microbatch.chunks
-            for _ in range(chunk.num_samples)
+            for token in self.clients.next_tokens(chunk.request, chunk.num_samples)
         )
         last = len(trip.timings) - 1
         return [

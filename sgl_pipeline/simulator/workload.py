@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from random import Random
 
+from sgl_pipeline.simulator.virtual_drafts import NEVER_RIGHT, DraftAcceptance
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -25,7 +27,8 @@ class Segment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
     """A request of `tenant` that will arrive. `follow_up` arrives `think_s` after this one has
-    ended, whatever its own `arrival_s` says."""
+    ended, whatever its own `arrival_s` says. `acceptance`: of drafts, where the scheduler gives
+    any."""
 
     arrival_s: float
     prompt: tuple[Segment, ...]
@@ -33,6 +36,7 @@ class SimulatedRequest:
     follow_up: "SimulatedRequest | None" = None
     think_s: float = 0.0
     tenant: str = ""
+    acceptance: DraftAcceptance = NEVER_RIGHT
 
     @property
     def input_tokens(self) -> int:
@@ -53,6 +57,10 @@ class SimulatedRequest:
             following = replace(request, follow_up=following)
         assert following is not None, "a chain has at least one request"
         return following
+
+    def with_acceptance(self, acceptance: DraftAcceptance) -> "SimulatedRequest":
+        """The same conversation, whose drafts are right so often."""
+        return self.chain([replace(turn, acceptance=acceptance) for turn in self.with_follow_ups()])
 
     def with_follow_ups(self) -> Iterator["SimulatedRequest"]:
         """This request and all that come after it."""

@@ -14,6 +14,7 @@ from support.stored_pipeline import NUM_LAYERS, MemoryStore, shared_prompt
 from sgl_pipeline.disaggregation.lent_rooms import LentRooms
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.requests import Request, RequestState, Room
+from sgl_pipeline.scheduling.drafts import Drafts
 from sgl_pipeline.scheduling.lent_pages import LentPages
 from sgl_pipeline.scheduling.offloaded_requests import OffloadedRequests
 
@@ -69,6 +70,7 @@ class RandomLeases:
             num_pages=random.choice((14, 20, 40)),
             log_pages=random.choice((None, 8, 40)),
             store=self.store,
+            draft_tokens=random.choice((0, 3)),
         )
 
     def operations(self) -> list[Callable[[], None]]:
@@ -206,13 +208,16 @@ class RandomLeases:
 
 
 def test_every_request_ends_and_nothing_is_lent_for_ever() -> None:
-    num_offloaded = num_ended_early = 0
+    num_offloaded = num_ended_early = num_drafted = num_accepted = 0
     for seed in range(SEEDS):
         one = RandomLeases(seed)
         one.run()
         for decode in one.world.decodes():
             num_offloaded += decode.rooms.offloading.num_offloaded
             num_ended_early += decode.rooms.offloading.num_ended_early
+            num_drafted += decode.core.scheduler.drafts.num_drafted
+            num_accepted += decode.core.scheduler.drafts.num_accepted
+    assert num_accepted > 2 * SEEDS and num_drafted > num_accepted + 2 * SEEDS
     assert num_offloaded > 2 * SEEDS and num_ended_early > SEEDS // 4
 
 
@@ -227,11 +232,20 @@ def _return_at_once(lent: LentPages, room: int) -> None:
         lent._pages.take_back(lease.end, lease.own)
 
 
+def _draft_as_if_it_had_none(drafts: Drafts, request: Request, least: float) -> tuple[int, ...]:
+    lease, request.lease = request.lease, None
+    draft = _DRAFT(drafts, request, least)
+    request.lease = lease
+    return draft
+
+
+_DRAFT = Drafts._draft
 MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "pages are given out before the lease is over": (LentPages, "end", _return_at_once),
     "a lease outlives what makes the stages forget it": (LentPages, "forget", _nothing),
     "a lease outlives its room": (LentRooms, "end", _nothing),
     "what a lost lease has drawn is kept": (OffloadedRequests, "lose", _nothing),
+    "a request with a lease has drafts": (Drafts, "_draft", _draft_as_if_it_had_none),
     "a request whose lease is over goes on with it": (OffloadedRequests, "retract_lost", _nothing),
 }
 

@@ -40,4 +40,6 @@ def counts_of(server: VirtualServer) -> Counter[str]:
         offloaded=offloaded,
         ended_early=ended_early,
         stores=server.tier is not None,
+        drafted_tokens=scheduler.drafts.num_drafted,
+        accepted_drafts=scheduler.drafts.num_accepted,
     )

@@ -176,13 +176,15 @@ class DisaggregatedWorld:
             wait_share=wait_share,
         )
 
-    def _random_args(self, rng: Random) -> PipelineArgs:
+    def _random_args(self, rng: Random, *, decodes: bool) -> PipelineArgs:
         args = random_args(rng)
         stages, scheduling = args.stages, args.scheduling
         num_stages = min(stages.num_stages, MOST_STAGES)
         stages = replace(stages, num_stages=num_stages)
         recovery = replace(args.recovery, min_stages=min(args.recovery.min_stages, num_stages))
         scheduling = replace(scheduling, page_size=self._page_size, radix_cache=True)
+        if decodes:
+            scheduling = replace(scheduling, draft_tokens=rng.choice((0, 1, 4, 4)))
         if self._is_clean or rng.random() < 0.5:
             scheduling = replace(
                 scheduling,
@@ -196,7 +198,7 @@ class DisaggregatedWorld:
         """Another process at the address `name`, which has nothing."""
         rng = Random(self._rng.random())
         tier_rng = Random(rng.random())
-        args = self._random_args(rng)
+        args = self._random_args(rng, decodes=name.startswith("d"))
         num_pages = -(-self._most_tokens // self._page_size) * rng.choice((1, 1, 2, 8))
         num_pages += rng.randint(0, 3)
         if self._has_leases and name.startswith("p"):

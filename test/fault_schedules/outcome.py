@@ -43,6 +43,8 @@ class Outcome:
     num_evicted_reads: int
     num_cut_due_nodes: int
     num_owed_tokens: int
+    num_drafted_tokens: int
+    num_accepted_drafts: int
 
     @property
     def counts(self) -> Counter[str]:
@@ -82,5 +84,7 @@ def outcome_of(
         num_loaded_tokens=tier.loaded_tokens,
         num_broken_pages=tier.num_broken_pages,
         num_owed_tokens=tier.unfulfilled.get("owed", 0),
+        num_drafted_tokens=scheduler.drafts.num_drafted,
+        num_accepted_drafts=scheduler.drafts.num_accepted,
         **counted,
     )

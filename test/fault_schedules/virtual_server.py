@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
+from fault_schedules.draft_rules import DraftRules, MostlyRight
 from fault_schedules.fake_front import FakeFront
 from fault_schedules.fake_offers import FakePeers
 from fault_schedules.fake_transfers import FakeStores
@@ -394,6 +395,9 @@ class VirtualServer:
             context_length=CONTEXT_LENGTH,
             log=log,
         )
+        DraftRules(scheduler)
+        if self.args.scheduling.draft_tokens > 1:  # else they are looked up
+            scheduler.drafts.source_of = partial(MostlyRight, num_layers=self.num_layers)
         migration = MigrationControl.of(self.args.migration, capacity.plan)
         self.core = PipelineCore(scheduler, capacity.plan, migration)
         self.recovery = StageRecovery(self.core, self.roster, self.args.recovery)

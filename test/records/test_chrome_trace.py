@@ -63,7 +63,8 @@ def test_each_stage_has_a_track_with_what_it_did_when(tmp_path: Path) -> None:
     (decided,) = (e for e in events if e["name"] == "schedule step 0")
     assert decided["args"]["bound_by"] == "MinP" and decided["args"]["prefill_tokens"] == 5
     (computed,) = (e for e in events if e["name"] == "step 0" and e["tid"] == 1)
-    assert computed["args"] == {"prefill_tokens": 5, "decodes": 1}
+    drafts = {"draft_tokens": 0, "accepted_draft_tokens": 0}
+    assert computed["args"] == {"prefill_tokens": 5, "decodes": 1} | drafts
 
 
 def test_layer_moves_have_a_track_and_their_switch_crosses_all_tracks(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def test_the_pipeline_counts_drafts() -> None:
         pipeline.scheduler.add(loop_request(str(number), max_new_tokens=80))
     pipeline.drain()
     state, drafts = pipeline.core.state(0.0), pipeline.scheduler.drafts
-    assert 0 < state.accepted_draft_tokens == drafts.num_accepted
-    assert state.draft_accept_rate == drafts.num_accepted / drafts.num_drafted
-    assert state.draft_accept_length == 1.0 + drafts.num_accepted / drafts.num_steps
+    assert 0 < state.drafts.accepted_tokens == drafts.num_accepted
+    assert state.drafts.accept_rate == drafts.num_accepted / drafts.num_drafted
+    assert state.drafts.accept_length == 1.0 + drafts.num_accepted / drafts.num_steps
     # The prompts' steps draw the first tokens.
     num_drawn = 3 * len(output_when_alone(loop_request(max_new_tokens=80)))
     assert num_drawn - 3 <= state.decoded_tokens <= num_drawn

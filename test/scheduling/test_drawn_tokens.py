@@ -34,6 +34,18 @@ def test_tokens_up_to_the_first_wrong_draft(
     assert chunk.request.output_ids == [4, *taken]
 
 
+def test_a_request_knows_its_drafts() -> None:
+    chunk = new_chunk((5, 6))
+    counts = chunk.request.drafts
+    for drawn_ids in ((5, 6, 7), (5, 8, 7), (9, 6, 7), (9, 9, 9)):
+        take_drawn(chunk, drawn_ids)
+    assert (counts.steps_by_right, counts.drafted_tokens) == ([2, 1, 1], 8)
+    assert (counts.num_steps, counts.accepted_tokens) == (4, 3)
+    take_drawn(new_chunk(()), (5,))
+    take_drawn(Chunk(chunk.request, 3, 1, True, True), (5,))
+    assert counts.num_steps == 4
+
+
 def test_no_token_after_a_stop_token() -> None:
     chunk = new_chunk((5, 0, 6))
     taken, finish = take_drawn(chunk, (5, 0, 6, 7))

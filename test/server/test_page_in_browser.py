@@ -14,6 +14,7 @@ from support.step_records import rooms_state, tier_state
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick
 from sgl_pipeline.managers.reports.live_events import describe_tick
+from sgl_pipeline.pipeline.draft_state import DraftState
 from sgl_pipeline.pipeline.pipeline_state import RoomsState
 from sgl_pipeline.simulator.propose import KnobProposal, Prediction
 from sgl_pipeline.simulator.summary import Distribution
@@ -125,6 +126,26 @@ def test_tenants_have_a_card_where_they_share_the_server(chromium: Any, server: 
     assert "service of the last 30 s, by predicted time" in text
     assert "alice\t3\t75 %\t2\t1\t40\t0.0 ms" in text
     assert "bob\t1\t25 %\t0\t1\t8\t7.0 ms" in text
+
+
+def test_drafts_have_their_panel_where_there_are_any(chromium: Any, server: LiveServer) -> None:
+    """The server has none: the panel is drawn from a tick of the test's."""
+    drafts = DraftState(most_each=11, steps=40, drafted_tokens=200, accepted_tokens=50)
+
+    def shown(watched: Watched, **changed: Any) -> str:
+        told = msgspec.structs.replace(drafts, **changed)
+        state = msgspec.structs.replace(movable_core(2, 2).state(1.0), drafts=told)
+        tick = LiveTick(state=state, queue=None, followed=(), carried=(), missed_ticks=0)
+        facts = describe_tick(tick, 1)["drafts"]
+        return str(watched.page.evaluate(SHOW_CARD, ["drafts", facts]))
+
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        assert watched.page.evaluate(SHOW_CARD, ["drafts", None]) is None
+        text = shown(watched)
+        none_now = shown(watched, rule="time", reason="rows are dear")
+    assert "at most 11 tokens each" in text and "none now: rows are dear" in none_now
+    assert "since the start\t200\t50\t25 %\t2.25" in text
 
 
 def test_a_server_with_a_role_shows_its_rooms(chromium: Any, server: LiveServer) -> None:

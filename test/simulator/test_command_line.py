@@ -62,6 +62,20 @@ def test_what_a_store_did_stands_below_the_row_of_its_run(
     assert row.startswith("    store: ") and not row.startswith("    store: 0.0%")
 
 
+def test_what_drafts_gave_stands_below_the_row_of_its_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["run", *SMALL, "--rate", "0.05", "--policy", "throttle"]
+    assert main(arguments) == 0
+    without = capsys.readouterr().out.splitlines()
+    assert len(without) == 3
+    assert main([*arguments, "--draft-acceptance", "0.5,0.9", "--draft-found", "0.8"]) == 0
+    row, drafts = capsys.readouterr().out.splitlines()[2:]
+    assert drafts.startswith("    drafts: ") and drafts.endswith(" tokens")
+    tpot_ms = [float(one.split()[5]) for one in (without[2], row)]
+    assert tpot_ms[1] < 0.8 * tpot_ms[0]
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -136,6 +150,16 @@ def test_a_rate_that_is_none_is_a_usage_error(
             ["run", "--calibrate", "x", "--pool-tokens", "9", "--migration", "auto"],
             "layers cannot move in a recorded pipeline",
         ),
+        (["run", "--draft-found", "0.5"], "--draft-found does nothing without --draft-acceptance"),
+        (
+            ["run", "--speculative-num-draft-tokens", "8"],
+            "--speculative-num-draft-tokens does nothing without --draft-acceptance",
+        ),
+        (["run", "--draft-acceptance", "0.5,2"], "2 is no chance: it must be between 0 and 1"),
+        (
+            ["run", "--draft-acceptance", "1", "--speculative-num-draft-tokens", "1"],
+            "--speculative-num-draft-tokens 1 must be between 2 and 64",
+        ),
         (["run", "--migration-window", "0"], "--migration-window 0 must be at least 1"),
         (["tune", *SMALL], "needs --target-ttft-ms"),
         (["tune", *SMALL, *LENIENT], "all requests at once meet the target"),
@@ -181,6 +205,7 @@ def test_prefill_and_decode_apart_have_a_table_of_their_own(
         (["--store-capacity-gb", "1"], "not simulated with prefill and decode apart"),
         (["--policy", "throttle-time"], "not simulated with prefill and decode apart"),
         (["--disable-radix-cache"], "found in the radix cache"),
+        (["--draft-acceptance", "0.5"], "--draft-acceptance without --pd"),
         (["--calibrate", "steps.jsonl", "--pool-tokens", "9999"], "without --calibrate"),
     ],
 )

@@ -26,6 +26,7 @@ from support.stored_pipeline import (
     right_output,
 )
 
+from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
 from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.prefill_rooms import PrefillRooms
@@ -204,11 +205,13 @@ class RoomServer(StoredPipeline):
         log_pages: int | None,
         now_s: float,
         store: MemoryStore | None,
+        draft_tokens: int,
     ) -> None:
         self.name, self._network = name, network
         plan = StagePlan(0, layer_counts)
         log = None if log_pages is None else RecoveryLog(plan.num_stages, PAGE_SIZE, log_pages)
         scheduler = new_scheduler(
+            SchedulingArgs(page_size=PAGE_SIZE, draft_tokens=draft_tokens),
             num_pages=num_pages,
             num_stages=plan.num_stages,
             context_length=num_pages * PAGE_SIZE,
@@ -384,8 +387,10 @@ class RoomWorld:
         num_pages: int = 32,
         log_pages: int | None = None,
         store: MemoryStore | None = None,
+        draft_tokens: int = 0,
     ) -> Any:
-        server = kind(name, self.network, layer_counts, num_pages, log_pages, self.now_s, store)
+        sizes = (layer_counts, num_pages, log_pages)
+        server = kind(name, self.network, *sizes, self.now_s, store, draft_tokens)
         server.begin(self.limits, self._offload_ratio)
         self.servers.append(server)
         return server

@@ -129,8 +129,10 @@ class StoredStage:
         self._replay(order)
         lost: set[int] = set()
         for chunk in chunks:
-            tokens, end = tuple(chunk.request.tokens), chunk.start + chunk.length
+            tokens = (*chunk.request.tokens, *chunk.draft_ids)
+            end = chunk.start + chunk.length
             if chunk.request.lease is not None:
+                assert not chunk.draft_ids, "a lease has no place for rows that may be wrong"
                 is_lost = not self.attend_elsewhere(chunk)
                 lost |= {chunk.request.lease.number} if is_lost else set()
                 if chunk.samples:
@@ -148,7 +150,8 @@ class StoredStage:
                 rows = self._rows[chunk.request.pages[position // PAGE_SIZE]]
                 rows[position % PAGE_SIZE] = tokens[: position + 1]
             if chunk.samples:
-                drawn.append(next_token(tokens[:end]))
+                known_end = end - len(chunk.draft_ids)
+                drawn += [next_token(tokens[:one]) for one in range(known_end, end + 1)]
         is_last = self.layers.stop == NUM_LAYERS
         return StageReport(
             stage=self.stage,

@@ -23,8 +23,9 @@ from sgl_pipeline.args import (
     ThrottleArgs,
     TierArgs,
 )
-from sgl_pipeline.args.checks import between, require_choice
+from sgl_pipeline.args.checks import require_choice
 from sgl_pipeline.args.flags import read_section
+from sgl_pipeline.args.scheduling_args import draft_tokens_of
 from sgl_pipeline.args.tenant_flags import API_KEY
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
@@ -41,8 +42,6 @@ from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 TRACING_FIELDS = ("otlp_traces_endpoint", "otlp_service_name", "trace_modules")
-# SGLang's default of --speculative-num-draft-tokens, and our limit.
-DRAFT_ROWS, MOST_DRAFT_ROWS = 12, 64
 GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
 
@@ -176,7 +175,7 @@ def _preemption_threshold(options: argparse.Namespace) -> int | None:
 
 
 def _draft_tokens(options: argparse.Namespace, device: str) -> int:
-    """Most draft tokens of a decode. SGLang counts the token before them too."""
+    """Most draft tokens of a decode; 0 without drafts."""
     algorithm, rows = options.speculative_algorithm, options.speculative_num_draft_tokens
     if algorithm is None:
         if rows is not None:
@@ -191,9 +190,7 @@ def _draft_tokens(options: argparse.Namespace, device: str) -> int:
             "--speculative-algorithm NGRAM is for CPUs only: on a GPU one row and several go "
             "through different kernels, and tokens would depend on drafts"
         )
-    rows = DRAFT_ROWS if rows is None else rows
-    between(2, MOST_DRAFT_ROWS)("--speculative-num-draft-tokens", rows)
-    return int(rows) - 1
+    return draft_tokens_of(rows)
 
 
 def _timeout_s(name: str) -> float | None:

@@ -23,6 +23,7 @@ from sgl_pipeline.managers.upstream.upstream_arguments import SglangServerArgs
 from sgl_pipeline.managers.upstream.upstream_checks import (
     note_flags_without_effect,
     refuse_unsupported,
+    tell_drafts,
     tell_role,
 )
 from sgl_pipeline.managers.upstream.upstream_environment import (
@@ -113,6 +114,8 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
         ) from error
     if pipeline.disaggregation.is_on:
         tell_role(upstream, pipeline.disaggregation)
+    if pipeline.scheduling.draft_tokens:
+        tell_drafts(upstream, pipeline.scheduling.draft_tokens)
     return LaunchPlan(upstream, pipeline, spec.context_length)
 
 

@@ -96,6 +96,19 @@ class GuardedTokenizerManager(TokenizerManager):
                 message.time_stats = None if parent is None else PickleWrapper(data=parent)
         super()._dispatch_to_scheduler(obj)
 
+    def _calculate_spec_decoding_metrics(
+        self, meta_info: dict[str, Any], recv_obj: Any, i: int
+    ) -> None:
+        """As upstream's, which takes every draft for as long as a draft may be, and every step for
+        one with a draft: ours are as long as they pay, and where they pay."""
+        super()._calculate_spec_decoding_metrics(meta_info, recv_obj, i)
+        steps, right = recv_obj.spec_verify_ct[i], recv_obj.spec_num_correct_drafts[i]
+        if steps:
+            drafted = recv_obj.spec_num_cap_tokens[i] - steps
+            meta_info["spec_num_proposed_drafts"] = drafted
+            meta_info["spec_accept_rate"] = right / drafted
+            meta_info["spec_accept_length"] = 1.0 + right / steps
+
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
         """As upstream's, but a long text is tokenized in a thread, and the streams go on."""
         tokenize = super()._tokenize_texts(texts, is_cross_encoder)

@@ -33,6 +33,7 @@ from sgl_pipeline.managers.reports.plan_report import (
     describe_prediction,
 )
 from sgl_pipeline.managers.reports.throttle_report import describe_change, describe_throttle
+from sgl_pipeline.pipeline.draft_state import draft_reason
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.move_record import MoveOutcome, MoveRecord
@@ -153,7 +154,8 @@ class OperatorReplies:
                 status_code=404,
             )
         forecast = self._core.forecast(outlook, now_s)
-        return answer_with(describe_wait(explanation, outlook, forecast, now_s))
+        drafts = draft_reason(self._core.scheduler, self._core.open_steps, outlook)
+        return answer_with(describe_wait(explanation, outlook, forecast, drafts, now_s))
 
     def _steer(
         self, question: ShowThrottle | ChangeThrottle | UndoThrottle, now_s: float

@@ -45,6 +45,8 @@ class OutputRow:
     cached_tokens: int = 0
     loaded_tokens: int = 0
     num_retractions: int = 0
+    draft_steps_by_right: tuple[int, ...] = ()
+    drafted_tokens: int = 0
     logprobs: LogprobFields | None = None
 
 
@@ -102,6 +104,8 @@ class OutputCursor:
             cached_tokens=request.cached_tokens,
             loaded_tokens=request.loaded_tokens,
             num_retractions=request.num_retractions,
+            draft_steps_by_right=tuple(request.drafts.steps_by_right),
+            drafted_tokens=request.drafts.drafted_tokens,
             logprobs=None if self._logprobs is None else self._logprobs.next_fields(new_ids),
         )
 
@@ -162,6 +166,7 @@ def output_message(rows: list[OutputRow], storage_backend: str | None = None) ->
         cached_tokens=[row.cached_tokens for row in rows],
         cached_tokens_details=[cached_tokens_details(row, storage_backend) for row in rows],
         retraction_counts=[row.num_retractions for row in rows],
+        **draft_columns(rows),
         **logprob_columns([row.logprobs for row in rows]),
         output_token_entropy_val=None,
         output_token_sampling_mask=None,
@@ -171,6 +176,23 @@ def output_message(rows: list[OutputRow], storage_backend: str | None = None) ->
         placeholder_tokens_idx=None,
         placeholder_tokens_val=None,
     )
+
+
+def draft_columns(rows: list[OutputRow]) -> dict[str, list[Any]]:
+    """Upstream's counts of drafts (batch_result_processor.py, _resolve_spec_v2_tokens). A step that
+    checked a draft is a verification, its rows are the window."""
+    histograms = [[*row.draft_steps_by_right] for row in rows]
+    steps = [sum(histogram) for histogram in histograms]
+    return {
+        "spec_verify_ct": steps,
+        "spec_num_correct_drafts": [
+            sum(right * number for right, number in enumerate(one)) for one in histograms
+        ],
+        "spec_num_cap_tokens": [
+            number + row.drafted_tokens for number, row in zip(steps, rows, strict=True)
+        ],
+        "spec_correct_drafts_histogram": histograms,
+    }
 
 
 def cached_tokens_details(

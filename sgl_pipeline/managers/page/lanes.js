@@ -10,7 +10,7 @@ const FIRST_WINDOW = 5;
 const BEHIND_US = 450_000;
 const TOKENS_PX = 46, GAP_PX = 8, RULE_PX = 12, AXIS_PX = 20, TOP_PX = 16;
 const RING_PX = 20; // what the ring of one's own request takes at the end of a step
-const COLORS = ["accent", "decode", "card", "line", "faint", "text", "muted", "bad", "good",
+const COLORS = ["accent", "decode", "draft", "card", "line", "faint", "text", "muted", "bad", "good",
   ...Object.keys(CAUSES), ...Object.keys(RULES).map((rule) => `rule-${rule}`)];
 
 /** The width of a block with a gap behind it; where many share a pixel, its own, for true shades. */
@@ -118,7 +118,7 @@ export class Lanes {
     context.rect(shape.left, 0, shape.width, shape.height - AXIS_PX);
     context.clip();
     const shown = this.#shown(begin, end);
-    const most = Math.max(32, ...shown.map((step) => step.prefill + step.decodes));
+    const most = Math.max(32, ...shown.map((step) => step.prefill + step.decodes + step.drafts));
     for (const step of shown) this.#step(context, shape, step, x, most);
     this.#marks(context, shape, begin, end, x);
     context.restore();
@@ -136,7 +136,7 @@ export class Lanes {
     const times = of.filter(([, us]) => us > 0).map(([cause, us]) => `${cause} ${duration(us / 1e3)}`);
     const own = [...this.model.own.values()].find((one) => one.steps.has(step.id));
     return `Step ${figure(step.id)}: ${figure(step.prefill)} prompt tokens, allowed ${promptBudget(step)} (${step.bound}), `
-      + `${figure(step.decodes)} decodes of ${figure(step.decodeBudget)}; ${figure(step.waiting)} tokens waited, ${percent(step.free)} of the pages free. `
+      + `${figure(step.decodes)} decodes of ${figure(step.decodeBudget)}${step.drafts ? ` with ${figure(step.drafts)} draft tokens` : ""}; ${figure(step.waiting)} tokens waited, ${percent(step.free)} of the pages free. `
       + `Stage ${stage}: ${times.join(", ")}.${own ? " It carries your request." : ""}`;
   }
 
@@ -184,7 +184,7 @@ export class Lanes {
 
   #step(context, shape, step, x, most) {
     const { colors } = this;
-    const total = step.prefill + step.decodes || 1;
+    const total = step.prefill + step.decodes + step.drafts || 1;
     const isSelected = step.id === this.selected?.id;
     const isOwn = this.#isOwn(step.id);
     const start = x(step.start);
@@ -192,10 +192,13 @@ export class Lanes {
     const from = x(step.start + step.stages[0][2]);
     const width = spaced(x(step.start + step.stages[0][3]) - from);
     const decodePx = (step.decodes / most) * TOKENS_PX, prefillPx = (step.prefill / most) * TOKENS_PX;
+    const draftPx = (step.drafts / most) * TOKENS_PX;
     context.fillStyle = colors.decode;
     context.fillRect(from, TOP_PX + TOKENS_PX - decodePx, width, decodePx);
     context.fillStyle = colors.accent;
     context.fillRect(from, TOP_PX + TOKENS_PX - decodePx - prefillPx, width, prefillPx);
+    context.fillStyle = colors.draft;
+    context.fillRect(from, TOP_PX + TOKENS_PX - decodePx - prefillPx - draftPx, width, draftPx);
     context.fillStyle = colors[`rule-${step.bound}`] ?? colors.muted;
     context.fillRect(from, shape.rule, width, RULE_PX);
     for (let stage = 0; stage < shape.stages && stage < step.stages.length; stage++) {
@@ -209,8 +212,8 @@ export class Lanes {
           continue;
         }
         const block = spaced(px);
-        const split = shape.lane * (step.prefill / total);
-        context.fillStyle = colors.accent;
+        const split = shape.lane * ((step.prefill + step.drafts) / total);
+        context.fillStyle = step.drafts ? colors.draft : colors.accent;
         context.fillRect(left, top, block, split);
         context.fillStyle = colors.decode;
         context.fillRect(left, top + split, block, shape.lane - split);
@@ -246,7 +249,7 @@ export class Lanes {
   }
 
   #inside(context, step, left, top, height, px, split) {
-    const text = step.prefill && step.decodes ? `${step.prefill} + ${step.decodes}` : `${step.prefill || step.decodes}`;
+    const text = [step.prefill || step.drafts, step.decodes].filter(Boolean).join(" + ");
     if (context.measureText(text).width > px - 8) return;
     context.textAlign = "left";
     context.fillStyle = split > height / 2 ? this.colors.card : this.colors.text;

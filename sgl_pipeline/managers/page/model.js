@@ -101,6 +101,14 @@ export class Model {
     });
   }
 
+  /** What drafts did in the last second: steps with one, their tokens, and the right ones. */
+  recentDrafts() {
+    const now = this.tick?.drafts, since = this.totals[0]?.drafts;
+    if (!now) return null;
+    const counted = (name) => now[name] - (since?.[name] ?? 0);
+    return { steps: counted("steps"), drafted: counted("drafted"), accepted: counted("accepted") };
+  }
+
   /** How many of the newest steps each rule bound. */
   ruleCounts() {
     const counts = {};
@@ -108,12 +116,12 @@ export class Model {
     return counts;
   }
 
-  #addStep([id, epoch, prefill, decodes, waiting, running, free, prefillBudget, decodeBudget, budgetMs, bound, start, booked, stages]) {
+  #addStep([id, epoch, prefill, decodes, drafts, waiting, running, free, prefillBudget, decodeBudget, budgetMs, bound, start, booked, stages]) {
     const last = this.steps.at(-1);
     if (last && id <= last.id) return;
     if (last && id > last.id + 1) this.missedSteps += id - last.id - 1;
     const end = start + Math.max(...stages.map((stage) => stage[4]));
-    this.steps.push({ id, epoch, prefill, decodes, waiting, running, free, prefillBudget, decodeBudget, budgetMs, bound, start, booked, end, stages,
+    this.steps.push({ id, epoch, prefill, decodes, drafts, waiting, running, free, prefillBudget, decodeBudget, budgetMs, bound, start, booked, end, stages,
       before: last && id === last.id + 1 ? last.booked : null });
   }
 
@@ -144,7 +152,7 @@ export class Model {
     const cached = tick.free_pages - tick.unused_pages;
     const point = {
       time: (tick.now / 1e3 + this.clockOffsetMs) / 1e3,
-      prefill: rate("prefill_tokens"), decode: rate("decodes"),
+      prefill: rate("prefill_tokens"), decode: rate("decoded"),
       ttft50: percentile(first, 0.5), ttft99: percentile(first, 0.99), tpot50: percentile(between, 0.5),
       waiting: tick.waiting_tokens, naiveWaiting: tick.naive_waiting_tokens,
       free: (100 * tick.free_pages) / tick.total_pages, naiveFree: (100 * tick.unused_pages) / tick.total_pages,

@@ -1,6 +1,7 @@
 // The tables and bars: tiles, throttle, pages, layer plan, queue with what each request waits for.
 
 import { call, refusal } from "./api.js";
+import { showDrafts } from "./drafts.js";
 import { CAUSES, RULES, byId, duration, element, figure, legend, percent, promptBudget, shares } from "./look.js";
 import { Tenants } from "./tenants.js";
 
@@ -19,7 +20,7 @@ export class Panels {
       facts.device, facts.dtype].filter(Boolean).join(" · ");
     this.canExplain = (facts.routes ?? []).some((route) => route.startsWith("/pipeline/explain/"));
     byId("explain-form").hidden = !this.canExplain;
-    legend(byId("lanes-legend"), [["accent", "prompt tokens"], ["decode", "decodes"],
+    legend(byId("lanes-legend"), [["accent", "prompt tokens"], ["decode", "decodes"], ["draft", "draft tokens"],
       ...Object.entries(CAUSES).map(([cause, text]) => [cause, text]),
       ["text", "your request", "ring"], ["good", "layers move", "mark"], ["bad", "a stage recovers", "mark"]]);
   }
@@ -42,6 +43,7 @@ export class Panels {
     this.#throttle(tick, facts);
     this.#pages(tick);
     this.#plan(tick, times);
+    showDrafts(model);
     this.#store(tick.store);
     this.#rooms(tick.rooms);
     this.tenants.update(tick);
@@ -66,6 +68,7 @@ export class Panels {
     const more = [`${told.state}, rule ${told.rule}`];
     if (told.behind) more.push(`behind ${told.behind}`);
     if (told.num_ahead) more.push(`${told.num_ahead} ahead`);
+    if (told.drafts) more.push(`drafts: ${told.drafts.text}`);
     if (told.num_retractions) more.push(`${told.num_retractions} times retracted`);
     more.push(...estimates(told));
     box.replaceChildren(element("div", { class: "id" }, id), element("div", {}, told.text),

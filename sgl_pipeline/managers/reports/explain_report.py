@@ -6,17 +6,23 @@ from typing import Any
 from sgl_pipeline.pipeline.request_forecast import RequestForecast
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import Explanation, Outlook
+from sgl_pipeline.scheduling.draft_reasons import DraftReason
 
 # Rule -> the state of a waiting request that it holds, where that has a name.
 _STATES = {"shared-prefix": "parked", "loading": "loading"}
 
 
 def describe_wait(
-    explanation: Explanation, outlook: Outlook, forecast: RequestForecast, now_s: float
+    explanation: Explanation,
+    outlook: Outlook,
+    forecast: RequestForecast,
+    drafts: DraftReason | None,
+    now_s: float,
 ) -> dict[str, Any]:
     """A request that waits or runs. `state` is `waiting`, `parked` (another one computes its
     prefix), `loading` (its prefix comes from the store), `retracted`, `prefilling` or `decoding`;
-    `rule` and `text` say what holds it.
+    `rule` and `text` say what holds it; those of `drafts` why it has none now, if the server has
+    any.
 
     Args:
         now_s: the clock of `Request.arrival_s`.
@@ -36,6 +42,7 @@ def describe_wait(
         text=explanation.text,
         behind=explanation.behind,
         num_ahead=explanation.num_ahead,
+        drafts=None if drafts is None else _describe_drafts(request, drafts),
         numbers={
             "tokens_ahead": outlook.tokens_ahead,
             "prefill_tokens_left": outlook.own.prefill_tokens,
@@ -78,12 +85,25 @@ def describe_compile(
         "(--grammar-compile-seconds), beside up to three others; then it joins the queue",
         behind=None,
         num_ahead=0,
+        drafts=None,
         numbers={"compiling_requests": num_compiling, "most_compile_seconds": most_seconds},
         estimate=_estimate(
             RequestForecast(reason="how long a grammar takes to compile is not known beforehand")
         )
         | {"last_token_within_s": None},
     )
+
+
+def _describe_drafts(request: Request, reason: DraftReason) -> dict[str, Any]:
+    """Counts of the request's drafts so far, and why it has one now or none."""
+    counts = request.drafts
+    return {
+        "rule": reason.rule,
+        "text": reason.text,
+        "steps": counts.num_steps,
+        "drafted_tokens": counts.drafted_tokens,
+        "accepted_tokens": counts.accepted_tokens,
+    }
 
 
 def _estimate(forecast: RequestForecast) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import logging
 
+from sgl_pipeline.pipeline.draft_state import DraftState
 from sgl_pipeline.pipeline.pipeline_state import PipelineState, TierState
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,10 @@ class IntervalLine:
 
 
 def status_line(since: PipelineState, state: PipelineState) -> str:
-    """One line about `state`; tokens a second are those scheduled since `since`."""
-    num_tokens = state.prefill_tokens + state.decodes - since.prefill_tokens - since.decodes
+    """One line about `state`; tokens a second are those scheduled since `since`, of
+    drafts the right ones."""
+    num_tokens = state.prefill_tokens + state.decoded_tokens
+    num_tokens -= since.prefill_tokens + since.decoded_tokens
     idle = ", ".join(f"{1.0 - shares.busy:.0%}" for shares in state.bubble_shares())
     move = state.current_move
     moving = f", moving layers to {','.join(map(str, move.after))}" if move is not None else ""
@@ -46,8 +49,21 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
         f"waiting {state.waiting_requests} ({state.load.waiting_tokens} tokens), "
         f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
         f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "
+        f"{_drafts(since.drafts, state.drafts)}"
         f"stages idle {idle or 'unknown'}{f', {missed} target missed' if missed else ''}"
         f"{_store(since.tier, state.tier)}"
+    )
+
+
+def _drafts(since: DraftState, now: DraftState) -> str:
+    """The part about drafts that were checked since `since`, or why there were none."""
+    steps = now.steps - since.steps
+    if not steps:
+        return f"no drafts ({now.reason}), " if now.reason and now.rule != "idle" else ""
+    accepted = now.accepted_tokens - since.accepted_tokens
+    return (
+        f"{accepted} of {now.drafted_tokens - since.drafted_tokens} draft tokens right "
+        f"({1 + accepted / steps:.1f} tokens a decode with drafts), "
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick
 from sgl_pipeline.managers.reports.plan_report import describe_move
+from sgl_pipeline.pipeline.draft_state import DraftState
 from sgl_pipeline.pipeline.pipeline_state import (
     OffloadState,
     PipelineState,
@@ -42,6 +43,8 @@ def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
         optional["recoveries"] = [_recovery(record) for record in state.recoveries]
     if state.tier is not None and state.tier.backend is not None:
         optional["store"] = _store(state.tier)
+    if state.drafts.most_each:
+        optional["drafts"] = _drafts(state.drafts)
     if state.rooms is not None:
         optional["rooms"] = _rooms(state.rooms)
     if state.tenants:
@@ -81,7 +84,7 @@ def _counts(state: PipelineState) -> dict[str, Any]:
         "total_pages": load.total_pages,
         "num_steps": state.num_steps,
         "prefill_tokens": state.prefill_tokens,
-        "decodes": state.decodes,
+        "decoded": state.decoded_tokens,
         "cached_tokens": state.cached_tokens,
         "prompt_tokens": state.prompt_tokens,
         "retractions": state.num_retractions,
@@ -95,6 +98,7 @@ def _step(step: StepRecord) -> list[Any]:
         step.epoch,
         step.prefill_tokens,
         step.decodes,
+        step.draft_tokens,
         step.waiting_tokens,
         step.running_decodes,
         round(step.free_page_share, 4),
@@ -106,6 +110,17 @@ def _step(step: StepRecord) -> list[Any]:
         _us(step.finished_s + step.result_ms * 1e-3),
         [_stage(timing, step.scheduled_s) for timing in step.stages],
     ]
+
+
+def _drafts(drafts: DraftState) -> dict[str, Any]:
+    """Counts since the start; `why`: there are none now."""
+    return {
+        "most_each": drafts.most_each,
+        "steps": drafts.steps,
+        "drafted": drafts.drafted_tokens,
+        "accepted": drafts.accepted_tokens,
+        "why": drafts.reason,
+    }
 
 
 def _stage(timing: StageTiming, scheduled_s: float) -> list[int]:

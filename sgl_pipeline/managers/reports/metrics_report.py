@@ -144,8 +144,10 @@ class MetricsReport:
                 num_grammar_queue_reqs=state.compiling_requests,
                 gen_throughput=load.gen_throughput,
                 cache_hit_rate=load.cache_hit_rate,
-                spec_accept_length=state.draft_accept_length,
-                spec_accept_rate=state.draft_accept_rate,
+                spec_accept_length=state.drafts.accept_length,
+                spec_accept_rate=state.drafts.accept_rate,
+                spec_num_steps=state.drafts.most_each,
+                spec_num_draft_tokens=state.drafts.most_each and 1 + state.drafts.most_each,
                 decode_sum_seq_lens=state.decoding_tokens,
                 token_usage=load.token_usage,
                 full_token_usage=load.token_usage,
@@ -187,6 +189,10 @@ class MetricsReport:
         self._count(own.steps, state.num_steps)
         self._count(own.step_tokens["prefill"], state.prefill_tokens)
         self._count(own.step_tokens["decode"], state.decodes)
+        self._count(own.step_tokens["draft"], state.drafts.drafted_tokens)
+        self._count(own.accepted_drafts, state.drafts.accepted_tokens)
+        for rule, gauge in own.no_drafts.items():
+            gauge.set(rule == state.drafts.rule)
         if state.recent_steps:
             self._publish_recent(state)
         for number, stage in enumerate(state.stages):
@@ -217,6 +223,7 @@ class MetricsReport:
         own, newest = self._own, state.recent_steps[-1]
         own.microbatch_tokens["prefill"].set(newest.prefill_tokens)
         own.microbatch_tokens["decode"].set(newest.decodes)
+        own.microbatch_tokens["draft"].set(newest.draft_tokens)
         own.budgets["prefill"].set(newest.prefill_budget)
         own.budgets["decode"].set(newest.decode_budget)
         for rule, gauge in own.bound_by.items():

@@ -12,6 +12,7 @@ from sgl_pipeline.args import POLICIES
 from sgl_pipeline.pipeline.step_history import RECENT_STEPS
 from sgl_pipeline.records.stage_timing import BUBBLE_CAUSES
 from sgl_pipeline.records.throttle_change import Cause
+from sgl_pipeline.scheduling.draft_reasons import RULES_OF_ALL
 from sgl_pipeline.throttle import Bound, Target
 
 _RECOVERY_SECONDS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)
@@ -33,6 +34,7 @@ class PipelineMetrics:
         self._stages = [str(stage) for stage in range(num_stages)]
         self._add_moves()
         self._add_throttle()
+        self._add_drafts()
         self._add_recoveries()
         self._add_stage_times()
         self.waiting_tokens = self._gauge(
@@ -49,7 +51,7 @@ class PipelineMetrics:
         )
         kinds = ("prefill", "decode")
         self.microbatch_tokens = self._gauges(
-            "microbatch_tokens", "Tokens of the newest step.", "kind", kinds
+            "microbatch_tokens", "Tokens of the newest step.", "kind", (*kinds, "draft")
         )
         self.budgets = self._gauges(
             "microbatch_budget_tokens", "Most that the policy gave the newest step.", "kind", kinds
@@ -61,7 +63,15 @@ class PipelineMetrics:
         self._gauge("configured_stages", configured).set(num_stages)
         self.steps = self._counter("steps", "Steps scheduled.").labels(**labels)
         self.step_tokens = self._counters(
-            "step_tokens", "Tokens of the steps scheduled.", "kind", kinds
+            "step_tokens", "Tokens of the steps scheduled.", "kind", (*kinds, "draft")
+        )
+
+    def _add_drafts(self) -> None:
+        """Adds metrics of drafts beside SGLang's (`spec_*`)."""
+        accepted = self._counter("accepted_draft_tokens", "Draft tokens that were right.")
+        self.accepted_drafts = accepted.labels(**self.labels)
+        self.no_drafts = self._gauges(
+            "no_drafts", "1 for the rule by which no request has drafts now.", "rule", RULES_OF_ALL
         )
 
     def _add_throttle(self) -> None:

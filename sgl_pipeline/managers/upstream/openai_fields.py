@@ -151,7 +151,6 @@ _GENERATION = (
     Rule("session_params", "sessions are not supported by this server yet"),
     Rule("images_config", _NO_MEDIA),
     Rule("mm_processor_kwargs", _NO_MEDIA),
-    Rule("return_spec_tokens_details", "drafts are counted for the server, not for one request"),
 )
 _TOOLS = (
     Rule("tools", _PARSER, _calls_are_lost),

@@ -56,6 +56,23 @@ def tell_role(record: Any, disaggregation: DisaggregationArgs) -> None:
     )
 
 
+def tell_drafts(record: Any, draft_tokens: int) -> None:
+    """Tells upstream's front that requests have drafts of at most so many tokens: its answers then
+    count them (`spec_*` of `meta_info`).
+
+    Args:
+        record: as for `tell_role`. With drafts upstream would demand a CUDA device.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(
+        record,
+        "sgl_pipeline",
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=1 + draft_tokens,
+    )
+
+
 def flag_of(name: str) -> str:
     """The flag that sets field `name`."""
     return "--" + name.replace("_", "-")

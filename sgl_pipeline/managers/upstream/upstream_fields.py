@@ -310,7 +310,7 @@ REFUSED_FIELDS = {name: reason for reason, names in _REFUSED_TEXT.items() for na
 # of a multimodal model it takes the text model and the plain tokenizer; of its attentions the one
 # that no family's checks refuse, and no pools of its own for windows; it has no tiers, with
 # which it would refuse some families; usage always reports cached tokens; and it learns of the
-# server's role later (`tell_role`); drafts are our scheduler's alone.
+# server's role and of drafts later (`tell_role`, `tell_drafts`).
 UPSTREAM_VALUES = {
     "model_impl": "auto",
     "enable_multimodal": False,

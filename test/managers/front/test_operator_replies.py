@@ -9,11 +9,11 @@ import pytest
 import zmq
 from support.malformed_data import MSGPACK
 from support.moves import movable_core, note_step, stage_fails, stages_get_ready, stages_switch
-from support.pipelines import make_request
+from support.pipelines import make_request, new_pipeline
 from support.planners import EAGER, planner_of
 from support.served_steps import ServedSteps, decode_step, flat_costs, mixed_step
 
-from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
     DeskAnswer,
@@ -382,6 +382,23 @@ def test_a_request_is_explained_with_its_numbers_and_no_text(office: Office) -> 
         "0 steps of this plan have been measured, too few to tell"
     )
     assert "prompt_ids" not in told and "output_ids" not in told
+    assert told["drafts"] is None  # the server has none
+
+
+def test_why_a_request_has_no_draft_is_explained(offices: list[Office]) -> None:
+    args = SchedulingArgs(page_size=4, draft_tokens=3)
+    core = new_pipeline(args, num_pages=40, num_stages=1, context_length=128).core
+    offices.append(Office(core))
+    core.scheduler.add(make_request("mine", [7, 8, 9], 5))
+    assert offices[0].core.next_step(offices[0].now_s) is not None
+    _, told = offices[0].ask(ExplainRequest("mine"))
+    assert told["drafts"] == {
+        "rule": "prefill",
+        "text": "its prompt is computed first",
+        "steps": 0,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+    }
 
 
 def test_a_pause_and_a_step_in_flight_are_explained(office: Office) -> None:

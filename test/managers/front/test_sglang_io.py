@@ -292,6 +292,17 @@ def test_cached_tokens_are_told_by_where_they_were(upstream: UpstreamFront) -> N
     assert details() == {"device": 4, "host": 3}
 
 
+def test_drafts_of_a_request_are_counted_in_upstreams_fields(upstream: UpstreamFront) -> None:
+    request = take(upstream, stream=True)
+    for drafted, right in ((3, 0), (2, 2), (4, 2)):
+        request.drafts.note(drafted, right)
+    emit(upstream, request, "x")
+    told = upstream.output()
+    assert (told.spec_verify_ct, told.spec_num_correct_drafts) == ([3], [4])
+    assert told.spec_num_cap_tokens == [3 + 9]
+    assert told.spec_correct_drafts_histogram == [[1, 0, 2]]
+
+
 def test_a_stream_gets_each_step_and_the_prompt_tail_once(upstream: UpstreamFront) -> None:
     request = take(upstream, text="abcdefgh")
     request.cached_tokens, request.num_retractions = 4, 1

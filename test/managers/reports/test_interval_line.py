@@ -3,12 +3,14 @@
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 from support.moves import movable_core, stages_get_ready, stages_switch
 from support.pipelines import FakePipeline, make_request, new_pipeline
 
 from sgl_pipeline.args import SchedulingArgs
-from sgl_pipeline.managers.reports.interval_line import IntervalLine
+from sgl_pipeline.managers.reports.interval_line import IntervalLine, status_line
+from sgl_pipeline.pipeline.draft_state import DraftState
 
 
 @pytest.fixture
@@ -60,6 +62,24 @@ def test_an_idle_server_says_nothing_and_the_next_interval_begins_with_the_next_
     status.report(pipeline.core.state(100.0))
     status.report(pipeline.core.state(109.9))
     assert lines(caplog) == []
+
+
+def test_the_line_says_what_drafts_were_worth_or_why_there_were_none(
+    pipeline: FakePipeline,
+) -> None:
+    pipeline.scheduler.add(make_request("a", [1] * 16, 50))
+    before = pipeline.core.state(0.0)
+    now = pipeline.core.state(10.0)
+    assert "draft" not in status_line(before, now)
+
+    def with_drafts(**counted: Any) -> str:
+        drafts = DraftState(most_each=3, **counted)
+        return status_line(before, msgspec.structs.replace(now, drafts=drafts))
+
+    counted = with_drafts(steps=4, drafted_tokens=12, accepted_tokens=6, rule="time", reason="why")
+    assert ", 6 of 12 draft tokens right (2.5 tokens a decode with drafts), stages" in counted
+    assert ", no drafts (why), stages idle" in with_drafts(rule="time", reason="why")
+    assert "draft" not in with_drafts(rule="idle", reason="no request decodes")
 
 
 def test_the_line_says_that_layers_move(caplog: pytest.LogCaptureFixture) -> None:

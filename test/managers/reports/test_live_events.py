@@ -9,14 +9,15 @@ from support.step_records import rooms_state, step_record, tier_state
 
 from sgl_pipeline.managers.channels.live_channel import LiveTick, QueueLine
 from sgl_pipeline.managers.reports.live_events import describe_tick, server_sent_event
+from sgl_pipeline.pipeline.draft_state import DraftState
 from sgl_pipeline.pipeline.pipeline_state import OffloadState, PipelineState
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.scheduling.tenant_state import TenantState
 
 # The order in which the page's model.js takes a step and its stages apart.
 STEP = (
-    *("id", "epoch", "prefill", "decodes", "waiting", "running", "free", "prefill_budget"),
-    *("decode_budget", "budget_ms", "bound", "start", "booked", "stages"),
+    *("id", "epoch", "prefill", "decodes", "drafts", "waiting", "running", "free"),
+    *("prefill_budget", "decode_budget", "budget_ms", "bound", "start", "booked", "stages"),
 )
 
 
@@ -33,11 +34,21 @@ def test_a_step_has_its_moments_in_microseconds_since_it_was_scheduled() -> None
     event = told(core.state(50.0).showing((step_record(7),), ()))
     (values,) = event["steps"]
     step = dict(zip(STEP, values, strict=True))
-    assert (step["id"], step["prefill"], step["decodes"]) == (7, 5, 1)
+    assert (step["id"], step["prefill"], step["decodes"], step["drafts"]) == (7, 5, 1, 0)
     assert (step["start"], step["booked"]) == (10_000_000, 11_000_500)
     # free, inputs, activations, done, sent: of `step_records.timing`
     assert step["stages"] == [[0, 0, 500, 2500, 2500], [0, 0, 1500, 3500, 3500]]
     assert event["now"] == 50_000_000 and event["viewers"] == 2 and event["missed"] == 3
+
+
+def test_drafts_are_told_where_the_server_has_any() -> None:
+    state = movable_core(2, 2).state(50.0)
+    assert "drafts" not in told(state)
+    drafts = DraftState(most_each=11, steps=4, drafted_tokens=20, accepted_tokens=6, reason="why")
+    event = told(msgspec.structs.replace(state, drafts=drafts, decodes=100))
+    assert event["decoded"] == 106
+    numbers = {"most_each": 11, "steps": 4, "drafted": 20, "accepted": 6}
+    assert event["drafts"] == numbers | {"why": "why"}
 
 
 def test_an_ended_request_has_its_times_and_nothing_that_it_said() -> None:

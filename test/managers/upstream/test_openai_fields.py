@@ -37,7 +37,7 @@ _OF_BOTH = {
     *("skip_special_tokens", "no_stop_trim", "max_tokens", "stream_options", "regex", "ebnf"),
     *("response_format", "logprobs", "lora_path", "watermark", "custom_logit_processor", "rid"),
     *("return_hidden_states", "return_routed_experts", "return_cached_tokens_details"),
-    "return_token_ids",
+    *("return_token_ids", "return_spec_tokens_details"),
 }
 _ROUTING = {"session_id", "extra_key", "cache_salt", "priority", "routed_dp_rank"}
 HONORED = {
@@ -124,7 +124,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     *((path, {"session_params": {"id": "s"}}) for path in (COMPLETIONS, CHAT)),
     *((path, {"images_config": {"a": 1}}) for path in (COMPLETIONS, CHAT)),
     *((path, {"mm_processor_kwargs": {"a": 1}}) for path in (COMPLETIONS, CHAT)),
-    *((path, {"return_spec_tokens_details": True}) for path in (COMPLETIONS, CHAT)),
     (COMPLETIONS, {"best_of": 3}),
     (COMPLETIONS, {"best_of": 3, "n": 2}),
     (COMPLETIONS, {"custom_labels": {"a": "b"}}),
@@ -196,7 +195,7 @@ def test_every_rule_is_tried() -> None:
     ("path", "fields"),
     [
         *((path, dict.fromkeys(refused_fields(path))) for path in MODELS),
-        (COMPLETIONS, {"best_of": 1, "suffix": "", "return_spec_tokens_details": False}),
+        (COMPLETIONS, {"best_of": 1, "suffix": "", "return_spec_tokens_details": True}),
         (COMPLETIONS, {"best_of": 2, "n": 2}),
         (CHAT, {"modalities": ["text"], "verbosity": "medium", "function_call": "none"}),
         (CHAT, {"top_logprobs": 2, "logprobs": True, "max_tokens": 1}),

@@ -1,0 +1,118 @@
+"""Reads drafts out of the traces of `draft_speed`'s servers: whose loads, and how often they were
+right.
+
+Functions of step records. A server serves each load once, of which nothing counts, and then each as
+often as there are rounds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from sgl_pipeline.records.trace import StepRecord
+from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance
+
+# Chances are counted apart for runs of so many right tokens, and together for longer ones.
+LONGEST_RUN = 11
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A request that decoded alone. Of its steps after the prompt's: the draft tokens, and how many
+    of them were right."""
+
+    prompt_tokens: int
+    output_tokens: int
+    drafts: tuple[tuple[int, int], ...]
+
+
+def drafts_apart(record: StepRecord) -> StepRecord:
+    """The step with its draft tokens apart, which traces before 2026-11-27 count as prompt tokens:
+    each is sampled, and a prompt's are not."""
+    extra = record.prefill_tokens
+    are_drafts = record.decodes > 0 and extra > 0 and record.samples == extra + record.decodes
+    if record.draft_tokens or not are_drafts:
+        return record
+    return msgspec.structs.replace(record, prefill_tokens=0, draft_tokens=extra)
+
+
+def runs_by_load(
+    records: Sequence[StepRecord], sizes: Mapping[str, int], rounds: int
+) -> dict[str, list[list[StepRecord]]]:
+    """The steps of each counted run, by load.
+
+    Args:
+        sizes: of each load the number of its requests, in the order in which they were served.
+    """
+    order = [*sizes, *(load for load in sizes for _ in range(rounds))]
+    runs: list[list[StepRecord]] = [[] for _ in order]
+    number = num_ended = 0
+    for record in records:
+        runs[number].append(record)
+        num_ended += len(record.ended)
+        if num_ended == sizes[order[number]]:
+            number, num_ended = number + 1, 0
+            if number == len(order):
+                break
+    found: dict[str, list[list[StepRecord]]] = {load: [] for load in sizes}
+    for load, run in zip(order[len(sizes) :], runs[len(sizes) :], strict=True):
+        found[load].append(run)
+    return found
+
+
+def lone_requests(records: Sequence[StepRecord]) -> Iterator[TracedRequest]:
+    """The requests of a run of one client. A decode attends to one token more than are known
+    before it: what it gave is how much later the next one starts."""
+    steps: list[StepRecord] = []
+    for record in records:
+        steps += [record] if record.decodes else []
+        if record.ended:
+            (ended,) = record.ended
+            last = ended.prompt_tokens + ended.output_tokens
+            starts = [step.decode_attended_tokens for step in steps]
+            given = [b - a for a, b in zip(starts, [*starts[1:], last], strict=True)]
+            drafts = [(step.draft_tokens, n - 1) for step, n in zip(steps, given, strict=True)]
+            yield TracedRequest(ended.prompt_tokens, ended.output_tokens, tuple(drafts))
+            steps = []
+
+
+def mean_gap_s(records: Sequence[StepRecord]) -> float:
+    """Mean seconds of one client from an answer to the first step of the next request."""
+    gaps = [
+        after.scheduled_s - before.finished_s for before, after in pairwise(records) if before.ended
+    ]
+    return sum(gaps) / len(gaps)
+
+
+def acceptance_of(
+    requests: Sequence[TracedRequest], kind: DraftAcceptance | None = None
+) -> DraftAcceptance:
+    """The acceptance of the drafts of `requests`, counted over all of them.
+
+    Where a whole draft was right, the token behind it was not drafted: its run counts as going on.
+
+    Args:
+        kind: that of more texts like these, which counts as one token more behind each run.
+    """
+    checked, right = [0.0] * (LONGEST_RUN + 1), [0.0] * (LONGEST_RUN + 1)
+    lookups = found = 0.0
+    if kind is not None:
+        checked, lookups, found = [1.0] * (LONGEST_RUN + 1), 1.0, kind.found
+        right = [kind.chance(run) for run in range(LONGEST_RUN + 1)]
+    for request in requests:
+        run = 0
+        for num_drafted, num_right in request.drafts:
+            if not run:
+                lookups += 1
+                found += num_drafted > 0
+            for place in range(min(num_drafted, num_right + 1)):
+                at = min(run + place, LONGEST_RUN)
+                checked[at] += 1
+                right[at] += place < num_right
+            run = run + num_right + 1 if 0 < num_drafted == num_right else 0
+    known = [pair for pair in zip(right, checked, strict=True) if pair[1]]
+    return DraftAcceptance(
+        tuple(r / n for r, n in known) or (0.0,), found / lookups if lookups else 0.0
+    )

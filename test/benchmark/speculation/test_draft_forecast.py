@@ -1,0 +1,97 @@
+"""The simulator predicts, from acceptance, what drafts gained on SmolLM2: within a tenth, by the
+figures of the result that is kept."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+import pytest
+from support.step_records import step_record
+
+from benchmark.speculation.draft_forecast import (
+    MOST_ERROR,
+    newest_result,
+    predicted_gains,
+    recorded,
+)
+from benchmark.speculation.traced_drafts import (
+    TracedRequest,
+    acceptance_of,
+    drafts_apart,
+    lone_requests,
+    runs_by_load,
+)
+from sgl_pipeline.records.trace import StepRecord
+
+
+def test_gains_are_predicted_within_a_tenth() -> None:
+    measured = recorded(newest_result())
+    assert len(measured.gains) == 5
+    for load, gain in predicted_gains(measured, rounds=2).items():
+        assert gain == pytest.approx(median(measured.gains[load]), rel=MOST_ERROR), load
+
+
+def step(
+    drafts: int = 0, attended: int = 0, prefill: int = 0, ended: tuple[int, int] | None = None
+) -> StepRecord:
+    """A prompt's step, or a decode with drafts in the form of old traces; `ended`: with so many
+    tokens of prompt and output."""
+    record, decodes = step_record(0), int(attended > 0)
+    ends = () if ended is None else (record.ended[0],)
+    if ended is not None:
+        sizes = {"prompt_tokens": ended[0], "output_tokens": ended[1]}
+        ends = (msgspec.structs.replace(record.ended[0], **sizes),)
+    return msgspec.structs.replace(
+        record,
+        prefill_tokens=prefill + drafts,
+        decodes=decodes,
+        samples=drafts + decodes,
+        decode_attended_tokens=attended,
+        ended=ends,
+    )
+
+
+def test_drafts_are_told_from_prompts_in_old_traces() -> None:
+    old, prompt = step(drafts=3, attended=9), step(prefill=5)
+    assert (drafts_apart(old).prefill_tokens, drafts_apart(old).draft_tokens) == (0, 3)
+    assert drafts_apart(old).work.tokens == old.work.tokens == 4
+    assert drafts_apart(prompt) is prompt
+    new = msgspec.structs.replace(old, prefill_tokens=0, draft_tokens=3)
+    assert drafts_apart(new) is new
+
+
+def test_what_a_decode_gave_is_how_much_later_the_next_one_starts() -> None:
+    # A prompt of 4 draws a token; then 2 tokens of a draft of 3 and one more, 1, and the last 2.
+    steps = [step(prefill=4), step(3, 5), step(0, 8), step(1, 9, ended=(4, 7))]
+    (request,) = lone_requests([drafts_apart(one) for one in steps])
+    assert request == TracedRequest(4, 7, ((3, 2), (0, 0), (1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "chances", "found"),
+    [
+        # Each lookup of three finds a draft; of four tokens after none, three are right.
+        ([(2, 0), (2, 1), (2, 2), (1, 1)], (2 / 3, 0.5, 1.0), 1.0),
+        ([(0, 0), (1, 0), (0, 0), (1, 0)], (0.0,), 0.5),
+        ([], (0.0,), 0.0),
+    ],
+)
+def test_chances_are_counted_by_the_run_before_a_token(
+    drafts: Sequence[tuple[int, int]], chances: tuple[float, ...], found: float
+) -> None:
+    acceptance = acceptance_of([TracedRequest(4, 9, tuple(drafts))])
+    assert acceptance.found == found
+    assert acceptance.chances[: len(chances)] == pytest.approx(chances)
+
+
+def test_runs_are_told_by_the_requests_that_ended() -> None:
+    def of_run(number: int) -> list[StepRecord]:
+        return [step(prefill=number), step(attended=5, ended=(1, 1))]
+
+    sizes = {"one": 1, "two": 2}
+    warm_up, first, second = of_run(1), of_run(2), of_run(3)
+    records = [*warm_up, *of_run(1), *of_run(1), *first, *second, *of_run(4), *of_run(4)]
+    records += [*of_run(5), *of_run(5)]
+    runs = runs_by_load(records, sizes, rounds=2)
+    assert runs["one"] == [first, second]
+    assert [len(run) for run in runs["two"]] == [4, 4]
