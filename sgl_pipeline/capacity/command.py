@@ -1,0 +1,224 @@
+"""`sgl-pipeline capacity`: the highest request rate that holds latency targets.
+
+    sgl-pipeline capacity --model DIR --max-total-tokens 32768 --ttft-ms 1000 --tpot-ms 100
+    sgl-pipeline capacity --model DIR --ttft-ms 1000 --tpot-ms 100 --measure
+
+Without `--measure` everything is simulated, by the server's own scheduler. With it a server is
+started, or that of `--url` loaded, with the very requests that the simulator serves.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from sgl_pipeline.capacity import flags
+from sgl_pipeline.capacity.load_client import LoadClient
+from sgl_pipeline.capacity.measured import MeasuredServer
+from sgl_pipeline.capacity.own_server import own_server
+from sgl_pipeline.capacity.pipelines import pipeline_of, vocab_size_of
+from sgl_pipeline.capacity.predicted import Predicted
+from sgl_pipeline.capacity.rate_trial import Round
+from sgl_pipeline.capacity.result import CapacityResult
+from sgl_pipeline.capacity.study import Question, Side, Study, compared_rates
+from sgl_pipeline.errors import ConfigurationError, SglPipelineError
+from sgl_pipeline.simulator.tune import RATE_TOLERANCE
+
+_EXIT_INTERRUPTED = 130
+_SIMULATED_ROUNDS, _MEASURED_ROUNDS = 5, 2
+# Requests that are measured one by one, before the load.
+_ALONE = 8
+# A measurement begins at the prediction, and costs seconds a step.
+_MEASURED_FACTOR, _MEASURED_TOLERANCE = 1.25, 0.08
+_PREDICTED, _AT_PACE, _MEASURED = "predicted", "predicted at the server's pace", "measured"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code: 0, 1 after an error, 130 after Ctrl-C."""
+    options = flags.make_parser().parse_args(argv)
+    try:
+        result = _both(options) if options.measure or options.url else _simulated(options)
+        print("\n".join(result.lines()))
+        if options.json is not None:
+            _write(Path(options.json), result)
+    except SglPipelineError as error:
+        print(f"capacity: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("capacity: interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    return 0
+
+
+def _simulated(options: argparse.Namespace) -> CapacityResult:
+    study = Study(_question(options, _SIMULATED_ROUNDS))
+    throttle = flags.throttle_of(options)
+    predicted = Predicted(
+        pipeline=pipeline_of(options, None),
+        throttle=throttle,
+        scheduling=flags.scheduling_of(options),
+        load=flags.load_of(options),
+    )
+    print(_describe(predicted))
+    _predict(study, _PREDICTED, predicted, options.policy or [throttle.policy], options.rate)
+    return _result(options, study, predicted)
+
+
+def _both(options: argparse.Namespace) -> CapacityResult:
+    """Predicts and measures, on one server."""
+    study = Study(_question(options, _MEASURED_ROUNDS))
+    with _server(options) as server:
+        facts, knobs = server.facts(), server.knobs()
+        policies = options.policy or [knobs["policy"]]
+        predicted = Predicted(
+            pipeline=pipeline_of(options, facts),
+            throttle=flags.throttle_in_force(knobs, policies[0]),
+            scheduling=replace(
+                flags.scheduling_of(options),
+                page_size=facts.page_size,
+                accounting=knobs["accounting"],
+            ),
+            load=server.load,
+        )
+        print(_describe(predicted))
+        try:
+            server.set_policy(policies[0])
+            alone = server.alone(_ALONE)
+            study.require_alone(alone, _MEASURED)
+            slowness, front_ms = pace(predicted.alone(_ALONE), alone)
+            _predict(study, _PREDICTED, predicted, policies, options.rate)
+            at_pace = predicted.at_pace(slowness, front_ms)
+            _predict(study, _AT_PACE, at_pace, policies, options.rate)
+            _measure(study, server, policies, options.rate)
+        finally:
+            server.set_policy(knobs["policy"])
+    return _result(options, study, predicted, slowness, front_ms)
+
+
+@contextmanager
+def _server(options: argparse.Namespace) -> Iterator[MeasuredServer]:
+    """The one at `--url`, or a new one."""
+    load, vocab_size = flags.load_of(options), vocab_size_of(options)
+    if options.url is not None:
+        url = options.url.rstrip("/")
+        client = LoadClient(url, vocab_size, options.api_key)
+        yield MeasuredServer(url, client, load, options.api_key)
+        return
+    with own_server(flags.server_words(options)) as url:
+        yield MeasuredServer(url, LoadClient(url, vocab_size, None), load)
+
+
+def pace(predicted: Round, measured: Round) -> tuple[float, float]:
+    """Of the same requests, each alone: the measured time per token as a multiple of the predicted
+    one (without any, the time to the first token), and the milliseconds of a first token that this
+    factor does not explain."""
+    pairs = [
+        (one, other)
+        for one, other in zip(predicted.latencies, measured.latencies, strict=True)
+        if one is not None and other is not None
+    ]
+    tpots = [(a.tpot_ms, b.tpot_ms) for a, b in pairs if a.tpot_ms and b.tpot_ms]
+    predicted_ttft_ms, measured_ttft_ms = (
+        fmean(pair[place].ttft_ms for pair in pairs) for place in (0, 1)
+    )
+    if not tpots:
+        return measured_ttft_ms / predicted_ttft_ms, 0.0
+    slowness = fmean(b for _, b in tpots) / fmean(a for a, _ in tpots)
+    return slowness, max(0.0, measured_ttft_ms - slowness * predicted_ttft_ms)
+
+
+def _predict(
+    study: Study,
+    side: str,
+    predicted: Predicted,
+    policies: Sequence[str],
+    rates: Sequence[float] | None,
+) -> None:
+    """Each policy's capacity; of several, the ratios to the first one."""
+    study.require_alone(predicted.alone(predicted.load.num_requests), side)
+    own = {policy: predicted.under(policy) for policy in policies}
+    trials, guess_per_s = {}, 1.0
+    for policy, one in own.items():
+        study.require_fillable(one.serve(float("inf"), 0), side)
+        step = Side(name=side, guess_per_s=guess_per_s, factor=2.0, tolerance=RATE_TOLERANCE)
+        trials[policy] = study.find_capacity(step, policy, one.serve)
+        guess_per_s = study.capacity_of(side, policy)
+    if len(own) > 1:
+        study.compare_capacities(side, trials)
+        at_rates = rates or compared_rates(study.capacity_of(side, policies[0]))
+        study.compare_at(
+            side, list(own), at_rates, lambda policy, rate, number: own[policy].serve(rate, number)
+        )
+
+
+def _measure(
+    study: Study, server: MeasuredServer, policies: Sequence[str], rates: Sequence[float] | None
+) -> None:
+    """The capacity of one policy, or several of them by turns on the one server: a search for each
+    would compare hours of the machine, not policies."""
+    guess_per_s = study.capacity_of(_AT_PACE, policies[0])
+    if len(policies) == 1:
+        step = Side(
+            name=_MEASURED,
+            guess_per_s=guess_per_s,
+            factor=_MEASURED_FACTOR,
+            tolerance=_MEASURED_TOLERANCE,
+        )
+        study.find_capacity(step, policies[0], server.serve)
+        return
+
+    def serve(policy: str, rate_per_s: float, number: int) -> Round:
+        server.set_policy(policy)
+        return server.serve(rate_per_s, number)
+
+    study.compare_at(_MEASURED, policies, rates or compared_rates(guess_per_s), serve)
+
+
+def _question(options: argparse.Namespace, num_rounds: int) -> Question:
+    return Question(
+        target=flags.target_of(options),
+        needed_share=options.goodput,
+        num_rounds=options.rounds or num_rounds,
+    )
+
+
+def _describe(predicted: Predicted) -> str:
+    pipeline = predicted.pipeline
+    return (
+        f"{pipeline.num_stages} stages, KV pool of {pipeline.kv_pool_tokens()} tokens; "
+        f"{predicted.load.describe()}"
+    )
+
+
+def _result(
+    options: argparse.Namespace,
+    study: Study,
+    predicted: Predicted,
+    slowness: float | None = None,
+    front_ms: float | None = None,
+) -> CapacityResult:
+    return CapacityResult(
+        load=predicted.load.describe(),
+        pipeline=_describe(predicted),
+        ttft_ms=options.ttft_ms,
+        tpot_ms=options.tpot_ms,
+        needed_share=options.goodput,
+        num_rounds=study.question.num_rounds,
+        sides=study.sides,
+        ratios=study.ratios,
+        slowness=slowness,
+        front_ms=front_ms,
+    )
+
+
+def _write(path: Path, result: CapacityResult) -> None:
+    """Raises ConfigurationError if the file cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigurationError(f"--json {path}: {error.strerror}") from error
