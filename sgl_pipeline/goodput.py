@@ -33,6 +33,11 @@ class LatencyTarget:
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
 
+    def __str__(self) -> str:
+        limits = {"TTFT": self.ttft_ms, "TPOT": self.tpot_ms}
+        named = [f"{name} {ms:g} ms" for name, ms in limits.items() if ms != math.inf]
+        return ", ".join(named) or "no limit"
+
     def is_met(self, latency: RequestLatency | None) -> bool:
         """True if the request was served (not None) within both limits, which may be reached."""
         if latency is None or latency.ttft_ms > self.ttft_ms:

@@ -86,8 +86,10 @@ def _both(options: argparse.Namespace) -> CapacityResult:
             load=server.load,
         )
         print(_describe(predicted))
+        changes_policy = policies != [knobs["policy"]]  # else no key of an administrator is needed
         try:
-            server.set_policy(policies[0])
+            if changes_policy:
+                server.set_policy(policies[0])
             alone = server.alone(_ALONE)
             study.require_alone(alone, _MEASURED)
             slowness, front_ms = pace(predicted.alone(_ALONE), alone)
@@ -96,7 +98,8 @@ def _both(options: argparse.Namespace) -> CapacityResult:
             _predict(study, _AT_PACE, at_pace, policies, options.rate)
             _measure(study, server, policies, options.rate)
         finally:
-            server.set_policy(knobs["policy"])
+            if changes_policy:
+                server.set_policy(knobs["policy"])
     return _result(options, study, predicted, slowness, front_ms)
 
 
@@ -209,6 +212,7 @@ def _result(
         tpot_ms=options.tpot_ms,
         needed_share=options.goodput,
         num_rounds=study.question.num_rounds,
+        num_requests=predicted.load.num_requests,
         sides=study.sides,
         ratios=study.ratios,
         slowness=slowness,

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -33,6 +34,7 @@ class _Part(msgspec.Struct):
     """What counts of a part of a streamed answer."""
 
     meta_info: _Counts = msgspec.field(default_factory=_Counts)
+    error: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Part)
@@ -151,4 +153,6 @@ def _tokens_of(line: bytes) -> int:
         part = _decoder.decode(line.removeprefix(_DATA))
     except msgspec.MsgspecError:
         raise _FailedRequestError(line.decode(errors="replace").strip()[:300]) from None
+    if part.error is not None:
+        raise _FailedRequestError(f"{part.error}"[:300])
     return part.meta_info.completion_tokens

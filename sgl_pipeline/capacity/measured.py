@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 import requests
 
+from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.capacity.load import CapacityLoad
 from sgl_pipeline.capacity.load_client import LoadClient
 from sgl_pipeline.capacity.rate_trial import Round
@@ -28,12 +29,6 @@ class ServerFacts(msgspec.Struct, frozen=True):
     @property
     def pool_tokens(self) -> int:
         return self.page_size * self.total_pages
-
-
-class ThrottleKnobs(msgspec.Struct, frozen=True):
-    """What it says of its throttle in `/pipeline/throttle`."""
-
-    knobs: dict[str, Any]
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -71,8 +66,12 @@ class MeasuredServer:
             ) from None
 
     def knobs(self) -> dict[str, Any]:
-        """The throttle's knobs in force."""
-        return msgspec.json.decode(self._call("GET", "pipeline/throttle"), type=ThrottleKnobs).knobs
+        """The throttle's knobs in force: the fields of `ThrottleArgs`, and `accounting`."""
+        told = msgspec.json.decode(self._call("GET", "pipeline/throttle"), type=dict[str, Any])
+        names = [field.name for field in fields(ThrottleArgs)] + ["accounting"]
+        if missing := [name for name in names if name not in told]:
+            raise ConfigurationError(f"{self.url}: /pipeline/throttle tells nothing of {missing}")
+        return {name: told[name] for name in names}
 
     def set_policy(self, policy: str) -> None:
         """Changes the policy between two steps."""

@@ -93,6 +93,7 @@ class CapacityResult(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float | None
     needed_share: float
     num_rounds: int
+    num_requests: int
     sides: list[SideResult]
     ratios: list[PolicyRatio]
     slowness: float | None = None
@@ -113,7 +114,12 @@ class CapacityResult(msgspec.Struct, frozen=True, kw_only=True):
         capacities = [side for side in self.sides if side.capacity is not None]
         if capacities:
             lines += ["", f"Highest rate with {self.needed_share:.0%} goodput, 95 % interval:"]
-            lines += [f"  {side.name}: {side.capacity} requests a second" for side in capacities]
+            lines += [
+                f"  {side.name}: {side.capacity} requests a second (a round arrives over "
+                f"{self.num_requests / side.capacity.value:.3g} s)"
+                for side in capacities
+                if side.capacity is not None
+            ]
         return lines
 
 
