@@ -35,12 +35,11 @@ from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
 from benchmark.support.recorded_run import slowness_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.capacity.command import pace
 from sgl_pipeline.capacity.curve import Estimate, capacity
 from sgl_pipeline.capacity.load import CapacityLoad, LengthRange
 from sgl_pipeline.capacity.load_client import LoadClient
 from sgl_pipeline.capacity.measured import MeasuredServer
-from sgl_pipeline.capacity.predicted import Predicted
+from sgl_pipeline.capacity.predicted import Predicted, pace
 from sgl_pipeline.capacity.rate_trial import RateTrial, Round, Serve
 from sgl_pipeline.capacity.search import search_rates
 from sgl_pipeline.goodput import LatencyTarget

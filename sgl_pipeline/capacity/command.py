@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 
@@ -22,7 +21,7 @@ from sgl_pipeline.capacity.load_client import LoadClient
 from sgl_pipeline.capacity.measured import MeasuredServer
 from sgl_pipeline.capacity.own_server import own_server
 from sgl_pipeline.capacity.pipelines import pipeline_of, vocab_size_of
-from sgl_pipeline.capacity.predicted import Predicted
+from sgl_pipeline.capacity.predicted import Predicted, pace
 from sgl_pipeline.capacity.rate_trial import Round
 from sgl_pipeline.capacity.result import CapacityResult
 from sgl_pipeline.capacity.study import Question, Side, Study, compared_rates
@@ -100,6 +99,8 @@ def _both(options: argparse.Namespace) -> CapacityResult:
         finally:
             if changes_policy:
                 server.set_policy(knobs["policy"])
+    for reason, times in server.client.failures.most_common():
+        print(f"failed {times} times: {reason}", file=sys.stderr)
     return _result(options, study, predicted, slowness, front_ms)
 
 
@@ -114,25 +115,6 @@ def _server(options: argparse.Namespace) -> Iterator[MeasuredServer]:
         return
     with own_server(flags.server_words(options)) as url:
         yield MeasuredServer(url, LoadClient(url, vocab_size, None), load)
-
-
-def pace(predicted: Round, measured: Round) -> tuple[float, float]:
-    """Of the same requests, each alone: the measured time per token as a multiple of the predicted
-    one (without any, the time to the first token), and the milliseconds of a first token that this
-    factor does not explain."""
-    pairs = [
-        (one, other)
-        for one, other in zip(predicted.latencies, measured.latencies, strict=True)
-        if one is not None and other is not None
-    ]
-    tpots = [(a.tpot_ms, b.tpot_ms) for a, b in pairs if a.tpot_ms and b.tpot_ms]
-    predicted_ttft_ms, measured_ttft_ms = (
-        fmean(pair[place].ttft_ms for pair in pairs) for place in (0, 1)
-    )
-    if not tpots:
-        return measured_ttft_ms / predicted_ttft_ms, 0.0
-    slowness = fmean(b for _, b in tpots) / fmean(a for a, _ in tpots)
-    return slowness, max(0.0, measured_ttft_ms - slowness * predicted_ttft_ms)
 
 
 def _predict(

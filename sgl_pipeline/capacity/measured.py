@@ -1,8 +1,8 @@
 """The load served by a server of ours: the measuring side."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from sgl_pipeline.capacity.load import CapacityLoad
 from sgl_pipeline.capacity.load_client import LoadClient
 from sgl_pipeline.capacity.rate_trial import Round
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.status_line import StatusLine, bar
 
 _ANSWER_S = 60.0
 _FLUSH_POLL_S = 0.2
@@ -43,12 +44,19 @@ class MeasuredServer:
     client: LoadClient
     load: CapacityLoad
     api_key: str | None = None
-    on_ended: Callable[[], None] = lambda: None
 
     def serve(self, rate_per_s: float, round_number: int) -> Round:
         """A `Serve`; the prefix cache is emptied before."""
         self._flush()
-        return self.client.serve(self.load.requests(rate_per_s, round_number), self.on_ended)
+        asked = self.load.requests(rate_per_s, round_number)
+        line, ended = StatusLine(), count(1)
+        line.show(f"measured at {rate_per_s:.3g} req/s {bar(0, len(asked))}")
+        served = self.client.serve(
+            asked,
+            lambda: line.show(f"measured at {rate_per_s:.3g} req/s {bar(next(ended), len(asked))}"),
+        )
+        line.clear()
+        return served
 
     def alone(self, count: int) -> Round:
         """The first requests, one by one."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.capacity.load import CapacityLoad, tokens_per_s
@@ -9,6 +10,7 @@ from sgl_pipeline.capacity.rate_trial import Round
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.goodput import RequestLatency
 from sgl_pipeline.simulator.experiment import Cluster, MeasuredPipeline, simulate
+from sgl_pipeline.simulator.fleet_command import show_progress
 from sgl_pipeline.simulator.predicted_pipeline import PredictedPipeline
 from sgl_pipeline.simulator.summary import latency
 from sgl_pipeline.simulator.workload import SimulatedRequest
@@ -31,11 +33,12 @@ class Predicted:
 
     def serve(self, rate_per_s: float, round_number: int) -> Round:
         """A `Serve`."""
-        return self._round(self.load.requests(rate_per_s, round_number))
+        label = f"{self.throttle.policy} at {rate_per_s:.3g} req/s"
+        return self._round(self.load.requests(rate_per_s, round_number), label)
 
     def alone(self, count: int) -> Round:
         """The first requests, one by one."""
-        return self._round(self.load.apart(count, _GAP_S))
+        return self._round(self.load.apart(count, _GAP_S), "each request alone")
 
     def under(self, policy: str) -> "Predicted":
         """The same server with another policy and its own limits.
@@ -52,8 +55,9 @@ class Predicted:
         slowed = replace(pipeline, slowness=pipeline.slowness * slowness)
         return replace(self, pipeline=slowed, front_ms=front_ms)
 
-    def _round(self, requests: Sequence[SimulatedRequest]) -> Round:
-        simulation = simulate(self.pipeline, self.throttle, self.scheduling, requests)
+    def _round(self, requests: Sequence[SimulatedRequest], label: str) -> Round:
+        progress = show_progress(label, len(requests))
+        simulation = simulate(self.pipeline, self.throttle, self.scheduling, requests, progress)
         found = [latency(served) for served in simulation.requests]
         ends = [one.finished_s for one in simulation.requests if one.finished_s is not None]
         is_served = [one is not None for one in found]
@@ -64,3 +68,22 @@ class Predicted:
 
     def _with_front(self, one: RequestLatency | None) -> RequestLatency | None:
         return None if one is None else one._replace(ttft_ms=one.ttft_ms + self.front_ms)
+
+
+def pace(predicted: Round, measured: Round) -> tuple[float, float]:
+    """Of the same requests, each alone: the measured time per token as a multiple of the predicted
+    one (without any, the time to the first token), and the milliseconds of a first token that this
+    factor does not explain."""
+    pairs = [
+        (one, other)
+        for one, other in zip(predicted.latencies, measured.latencies, strict=True)
+        if one is not None and other is not None
+    ]
+    tpots = [(a.tpot_ms, b.tpot_ms) for a, b in pairs if a.tpot_ms and b.tpot_ms]
+    predicted_ttft_ms, measured_ttft_ms = (
+        fmean(pair[place].ttft_ms for pair in pairs) for place in (0, 1)
+    )
+    if not tpots:
+        return measured_ttft_ms / predicted_ttft_ms, 0.0
+    slowness = fmean(b for _, b in tpots) / fmean(a for a, _ in tpots)
+    return slowness, max(0.0, measured_ttft_ms - slowness * predicted_ttft_ms)

@@ -8,7 +8,8 @@ from support.saved_costs import costs_of
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.__main__ import main as sgl_pipeline
-from sgl_pipeline.capacity.command import main, pace
+from sgl_pipeline.capacity.command import main
+from sgl_pipeline.capacity.predicted import pace
 from sgl_pipeline.capacity.rate_trial import Round
 from sgl_pipeline.capacity.result import CapacityResult
 from sgl_pipeline.goodput import RequestLatency

@@ -12,9 +12,7 @@ LOAD = CapacityLoad(source=LENGTHS, num_requests=50, seed=3)
 
 
 def shape(load: CapacityLoad, rate_per_s: float, number: int) -> list[tuple[int, int]]:
-    return [
-        (one.input_tokens, one.output_tokens) for one in load.requests(rate_per_s, number)
-    ]
+    return [(one.input_tokens, one.output_tokens) for one in load.requests(rate_per_s, number)]
 
 
 @pytest.mark.parametrize("source", [LENGTHS, "sharegpt"])

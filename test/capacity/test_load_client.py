@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,9 +20,9 @@ FIRST_S, GAP_S = 0.1, 0.02
 class Answer(BaseHTTPRequestHandler):
     """Streams the tokens that are asked for; a prompt of `odd` tokens gets another answer."""
 
-    bodies: list[dict[str, Any]] = []
-    arrivals_s: list[float] = []
-    odd: dict[int, str] = {}
+    bodies: ClassVar[list[dict[str, Any]]] = []
+    arrivals_s: ClassVar[list[float]] = []
+    odd: ClassVar[dict[int, str]] = {}
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -21,5 +21,5 @@ def test_it_answers_within_the_block_and_not_after_it(directory: Path) -> None:
 
 def test_the_reason_of_a_start_that_failed_is_shown(directory: Path) -> None:
     words = ["--model-path", str(DEMO_MODEL), "--pp", "1", "--policy", "greed"]
-    with pytest.raises(ConfigurationError, match="(?s)the server ended.*greed"), own_server(words):
+    with pytest.raises(ConfigurationError, match=r"(?s)the server ended.*greed"), own_server(words):
         pass

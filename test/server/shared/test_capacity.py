@@ -73,7 +73,9 @@ def test_policies_take_turns_on_one_server_which_gets_its_own_back(
     demo_server: LiveServer, ttft_ms: float, tmp_path: Path
 ) -> None:
     def in_force() -> str:
-        return str(requests.get(f"{demo_server.url}/pipeline/throttle", timeout=30).json()["policy"])
+        return str(
+            requests.get(f"{demo_server.url}/pipeline/throttle", timeout=30).json()["policy"]
+        )
 
     before = in_force()
     flags = ["--policy", "sarathi,throttle", "--rate", "4"]
