@@ -31,7 +31,7 @@ from sgl_pipeline.simulator.tune import RATE_TOLERANCE
 _EXIT_INTERRUPTED = 130
 _SIMULATED_ROUNDS, _MEASURED_ROUNDS = 5, 2
 # Requests that are measured one by one, before the load.
-_ALONE = 8
+_ALONE = 10
 # A measurement begins at the prediction, and costs seconds a step.
 _MEASURED_FACTOR, _MEASURED_TOLERANCE = 1.25, 0.08
 _PREDICTED, _AT_PACE, _MEASURED = "predicted", "predicted at the server's pace", "measured"

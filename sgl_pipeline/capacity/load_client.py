@@ -91,7 +91,12 @@ class LoadClient:
                     await asyncio.sleep(began_s + request.arrival_s - time.perf_counter())
                 try:
                     return await self._ask(session, request)
-                except (aiohttp.ClientError, TimeoutError, _FailedRequestError) as error:
+                except (
+                    aiohttp.ClientError,
+                    TimeoutError,
+                    ValueError,  # a line beyond what the client keeps
+                    _FailedRequestError,
+                ) as error:
                     self.failures[str(error) or type(error).__name__] += 1
                     return None
                 finally:
