@@ -20,7 +20,7 @@ from sgl_pipeline.capacity import flags
 from sgl_pipeline.capacity.load_client import LoadClient
 from sgl_pipeline.capacity.measured import MeasuredServer
 from sgl_pipeline.capacity.own_server import own_server
-from sgl_pipeline.capacity.pipelines import pipeline_of, vocab_size_of
+from sgl_pipeline.capacity.pipelines import pipeline_of, require_source, vocab_size_of
 from sgl_pipeline.capacity.predicted import Predicted, pace
 from sgl_pipeline.capacity.rate_trial import Round
 from sgl_pipeline.capacity.result import CapacityResult
@@ -71,6 +71,8 @@ def _simulated(options: argparse.Namespace) -> CapacityResult:
 def _both(options: argparse.Namespace) -> CapacityResult:
     """Predicts and measures, on one server."""
     study = Study(_question(options, _MEASURED_ROUNDS))
+    if options.url is None:
+        require_source(options)
     with _server(options) as server:
         facts, knobs = server.facts(), server.knobs()
         policies = options.policy or [knobs["policy"]]

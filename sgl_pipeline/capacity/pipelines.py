@@ -2,15 +2,19 @@
 
 import argparse
 
+import msgspec
+
 from sgl_pipeline.args import require
 from sgl_pipeline.capacity.measured import ServerFacts
 from sgl_pipeline.capacity.predicted import SimulatedServer
+from sgl_pipeline.costs.step_costs import CostFile
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.planning.cost_files import model_name
 from sgl_pipeline.managers.planning.fit_command import stages_of
 from sgl_pipeline.managers.planning.plan_command import chosen_costs
 from sgl_pipeline.managers.planning.stage_flags import stage_words
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.simulator.experiment import Cluster, MeasuredPipeline
 from sgl_pipeline.simulator.predicted_pipeline import PredictedPipeline
 
@@ -20,9 +24,11 @@ def pipeline_of(options: argparse.Namespace, facts: ServerFacts | None) -> Simul
 
     Raises ConfigurationError where nothing is known of its step times.
     """
-    pool_tokens = options.max_total_tokens if facts is None else facts.pool_tokens
+    pool_tokens = options.max_total_tokens
+    if facts is not None:
+        pool_tokens = facts.pool_tokens
+        options = argparse.Namespace(**(vars(options) | {"pp": facts.num_stages}))
     if options.device is not None:
-        require(facts is None, "--device is a card elsewhere; leave it out with --measure")
         return Cluster(
             model=options.model,
             device=options.device,
@@ -38,31 +44,34 @@ def pipeline_of(options: argparse.Namespace, facts: ServerFacts | None) -> Simul
         "and `sgl-pipeline plan` shows it",
     )
     if options.calibrate is not None:
-        return _recorded(options, facts, pool_tokens)
+        return _recorded(options, pool_tokens)
     return _fitted(options, facts, pool_tokens)
 
 
-def _recorded(
-    options: argparse.Namespace, facts: ServerFacts | None, pool_tokens: int
-) -> MeasuredPipeline:
+def require_source(options: argparse.Namespace) -> None:
+    """Before a server is started: raises ConfigurationError where nothing would be known of its
+    step times."""
+    require(options.device is None, "--device is a card elsewhere; leave it out with --measure")
+    if options.calibrate is not None:
+        _recorded(options, pool_tokens=1)
+    else:
+        _fit_of(options)
+
+
+def _recorded(options: argparse.Namespace, pool_tokens: int) -> MeasuredPipeline:
     pipeline = MeasuredPipeline(trace_path=options.calibrate, pool_tokens=pool_tokens)
-    num_stages = options.pp if facts is None else facts.num_stages
     try:
         recorded = pipeline.num_stages
-    except OSError as error:
-        raise ConfigurationError(
-            f"--calibrate {options.calibrate} cannot be read: {error.strerror}"
-        ) from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigurationError(f"--calibrate cannot be read: {error}") from None
     require(
-        recorded == num_stages,
-        f"{options.calibrate} is of {recorded} stages, this pipeline has {num_stages}",
+        recorded == options.pp,
+        f"{options.calibrate} is of {recorded} stages, this pipeline has {options.pp}",
     )
     return pipeline
 
 
-def _fitted(
-    options: argparse.Namespace, facts: ServerFacts | None, pool_tokens: int
-) -> PredictedPipeline:
+def _fit_of(options: argparse.Namespace) -> tuple[CostFile, ModelSpec]:
     stages, spec = stages_of(_on_cpu(options))
     file = chosen_costs(options.costs, stages, spec)
     if file is None:
@@ -72,19 +81,25 @@ def _fitted(
             f"{stages.precision}: measure them (`sgl-pipeline fit {words}`), or name a server's "
             "trace (--calibrate) or a card (--device)"
         )
-    num_stages = options.pp if facts is None else facts.num_stages
     require(
-        num_stages <= spec.num_layers,
-        f"--pp {num_stages} is more than the model's {spec.num_layers} layers",
+        options.pp <= spec.num_layers,
+        f"--pp {options.pp} is more than the model's {spec.num_layers} layers",
     )
+    return file, spec
+
+
+def _fitted(
+    options: argparse.Namespace, facts: ServerFacts | None, pool_tokens: int
+) -> PredictedPipeline:
+    file, spec = _fit_of(options)
     counts: tuple[int, ...] = ()
     if facts is not None:
         counts = tuple(facts.layer_partition)
     elif options.pp_layer_partition is not None:
-        plan = parse_layer_partition(options.pp_layer_partition, num_stages, spec.num_layers)
+        plan = parse_layer_partition(options.pp_layer_partition, options.pp, spec.num_layers)
         counts = () if plan is None else plan.layer_counts
     return PredictedPipeline(
-        costs=file.costs, num_stages=num_stages, pool_tokens=pool_tokens, layer_counts=counts
+        costs=file.costs, num_stages=options.pp, pool_tokens=pool_tokens, layer_counts=counts
     )
 
 

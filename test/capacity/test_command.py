@@ -124,10 +124,11 @@ def test_a_recorded_server_is_another_source(tmp_path: Path) -> None:
         ([*CARD[:2], *TARGETS, "--calibrate", "x"], "--max-total-tokens"),
         (
             [*CARD[:2], *TARGETS, "--calibrate", "none.jsonl", "--max-total-tokens", "9999"],
-            "--calibrate none.jsonl cannot be read: No such file",
+            "--calibrate cannot be read: [Errno 2] No such file or directory: 'none.jsonl'",
         ),
         ([*CARD, *TARGETS, "--target-tpot-ms", "50"], "--target-tpot-ms needs --policy"),
         ([*CARD, *TARGETS, "--schedule-policy", "random"], "--schedule-policy 'random'"),
+        ([*CARD, *TARGETS, "--measure"], "leave it out with --measure"),
         (["--model", "Llama-9", *CARD[2:], *TARGETS], "'Llama-9' is unknown"),
     ],
 )
@@ -139,11 +140,13 @@ def test_mistakes_are_explained(
     assert message.startswith("capacity: error: ") and reason in message
 
 
+@pytest.mark.parametrize("more", [[], ["--measure"]])
 def test_without_costs_the_command_that_measures_them_is_named(
-    capsys: pytest.CaptureFixture[str],
+    more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Before a server is started."""
     flags = ["--model", str(tiny_model("qwen3")), "--max-total-tokens", "4096", *TARGETS]
-    assert main([*flags, "--dtype", "float32"]) == 1
+    assert main([*flags, "--dtype", "float32", *more]) == 1
     assert f"`sgl-pipeline fit --model {tiny_model('qwen3')} --pp 2 --dtype float32`" in (
         capsys.readouterr().err
     )
