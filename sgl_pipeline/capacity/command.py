@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -94,10 +95,14 @@ def _both(options: argparse.Namespace) -> CapacityResult:
             alone = server.alone(_ALONE)
             study.require_alone(alone, _MEASURED)
             slowness, front_ms = pace(predicted.alone(_ALONE), alone)
-            _predict(study, _PREDICTED, predicted, policies, options.rate)
             at_pace = predicted.at_pace(slowness, front_ms)
-            _predict(study, _AT_PACE, at_pace, policies, options.rate)
-            _measure(study, server, policies, options.rate)
+            for side, one in ((_PREDICTED, predicted), (_AT_PACE, at_pace)):
+                try:
+                    _predict(study, side, one, policies, options.rate)
+                except ConfigurationError as error:
+                    study.notes.append(str(error))
+                    print(f"{error}; the measurement goes on", file=sys.stderr)
+            _measure(study, server, policies, options.rate, _guess_per_s(study, policies, alone))
         finally:
             if changes_policy:
                 server.set_policy(knobs["policy"])
@@ -129,26 +134,38 @@ def _predict(
     """Each policy's capacity; of several, the ratios to the first one."""
     study.require_alone(predicted.alone(predicted.load.num_requests), side)
     own = {policy: predicted.under(policy) for policy in policies}
-    trials, guess_per_s = {}, 1.0
+    trials, capacities = {}, [1.0]
     for policy, one in own.items():
         study.require_fillable(one.serve(float("inf"), 0), side)
-        step = Side(name=side, guess_per_s=guess_per_s, factor=2.0, tolerance=RATE_TOLERANCE)
+        step = Side(name=side, guess_per_s=capacities[-1], factor=2.0, tolerance=RATE_TOLERANCE)
         trials[policy] = study.find_capacity(step, policy, one.serve)
-        guess_per_s = study.capacity_of(side, policy)
+        capacities.append(study.capacity_of(side, policy) or capacities[-1])
     if len(own) > 1:
         study.compare_capacities(side, trials)
-        at_rates = rates or compared_rates(study.capacity_of(side, policies[0]))
+        at_rates = rates or compared_rates(capacities[1])
         study.compare_at(
             side, list(own), at_rates, lambda policy, rate, number: own[policy].serve(rate, number)
         )
 
 
+def _guess_per_s(study: Study, policies: Sequence[str], alone: Round) -> float:
+    """The first policy's predicted capacity, that at the server's pace if there is one; without any,
+    the rate at which one request after the other gets its first token."""
+    for side in (_AT_PACE, _PREDICTED):
+        if (found := study.capacity_of(side, policies[0])) is not None:
+            return found
+    return 1e3 / fmean(one.ttft_ms for one in alone.latencies if one is not None)
+
+
 def _measure(
-    study: Study, server: MeasuredServer, policies: Sequence[str], rates: Sequence[float] | None
+    study: Study,
+    server: MeasuredServer,
+    policies: Sequence[str],
+    rates: Sequence[float] | None,
+    guess_per_s: float,
 ) -> None:
     """The capacity of one policy, or several of them by turns on the one server: a search for each
     would compare hours of the machine, not policies."""
-    guess_per_s = study.capacity_of(_AT_PACE, policies[0])
     if len(policies) == 1:
         step = Side(
             name=_MEASURED,
@@ -199,6 +216,7 @@ def _result(
         num_requests=predicted.load.num_requests,
         sides=study.sides,
         ratios=study.ratios,
+        notes=study.notes,
         slowness=slowness,
         front_ms=front_ms,
     )

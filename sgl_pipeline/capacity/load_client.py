@@ -31,7 +31,7 @@ class _Counts(msgspec.Struct):
 
 
 class _Part(msgspec.Struct):
-    """What counts of a part of a streamed answer."""
+    """The fields that count of a part of a streamed answer."""
 
     meta_info: _Counts = msgspec.field(default_factory=_Counts)
     error: Any = None

@@ -20,7 +20,7 @@ _FLUSH_POLL_S = 0.2
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """What a running server says of its pipeline in `/server_info`."""
+    """The facts of its pipeline that a running server tells in `/server_info`."""
 
     num_stages: int
     layer_partition: list[int]

@@ -1,4 +1,4 @@
-"""What the command found, as a JSON file has it, and as tables for people."""
+"""The findings of the command, as a JSON file has them, and as tables for people."""
 
 from collections.abc import Sequence
 
@@ -96,6 +96,7 @@ class CapacityResult(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     sides: list[SideResult]
     ratios: list[PolicyRatio]
+    notes: list[str]
     slowness: float | None = None
     front_ms: float | None = None
 
@@ -108,6 +109,7 @@ class CapacityResult(msgspec.Struct, frozen=True, kw_only=True):
                 f"A request alone takes {self.slowness:.2f} times the predicted time per token on "
                 f"this server, and its first token {self.front_ms:.1f} ms besides.",
             ]
+        lines += self.notes
         if self.ratios:
             lines += ["", "Ratios, with 95 % intervals from pairs of rounds:"]
             lines += map(str, self.ratios)

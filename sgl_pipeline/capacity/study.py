@@ -1,4 +1,4 @@
-"""What is asked of each side, and what is found: capacities, and policies beside each other."""
+"""The questions to each side and their answers: capacities, and policies beside each other."""
 
 import math
 import sys
@@ -44,6 +44,8 @@ class Study:
     question: Question
     sides: list[SideResult] = field(default_factory=list)
     ratios: list[PolicyRatio] = field(default_factory=list)
+    # Of predictions that a measurement went on without, and why.
+    notes: list[str] = field(default_factory=list)
 
     def require_alone(self, alone: Round, side: str) -> None:
         """Raises ConfigurationError where not even requests that are served alone, those of
@@ -86,13 +88,12 @@ class Study:
         self.sides.append(SideResult(side=side.name, policy=policy, rates=rows, capacity=found))
         return trials
 
-    def capacity_of(self, side: str, policy: str) -> float:
-        """One that was found, in requests a second."""
-        return next(
-            one.capacity.value
-            for one in self.sides
-            if (one.side, one.policy) == (side, policy) and one.capacity is not None
-        )
+    def capacity_of(self, side: str, policy: str) -> float | None:
+        """The one that was found, in requests a second; None where none was."""
+        for one in self.sides:
+            if (one.side, one.policy) == (side, policy) and one.capacity is not None:
+                return one.capacity.value
+        return None
 
     def compare_capacities(self, side: str, trials: Mapping[str, Sequence[RateTrial]]) -> None:
         """Notes each policy's capacity as a multiple of the first one's."""

@@ -41,7 +41,7 @@ class PredictedTiming:
         return len(self.layer_counts)
 
     def link_after(self, stage: int) -> SimulatedLink:
-        """What results take is in `host`."""
+        """The same between all stages; what results take is in `host`."""
         return self.link if stage + 1 < self.num_stages else SimulatedLink()
 
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
