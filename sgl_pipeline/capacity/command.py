@@ -149,8 +149,8 @@ def _predict(
 
 
 def _guess_per_s(study: Study, policies: Sequence[str], alone: Round) -> float:
-    """The first policy's predicted capacity, that at the server's pace if there is one; without any,
-    the rate at which one request after the other gets its first token."""
+    """The predicted capacity of the first policy, at the server's pace if that is known; without
+    any, the rate at which one request after the other gets its first token."""
     for side in (_AT_PACE, _PREDICTED):
         if (found := study.capacity_of(side, policies[0])) is not None:
             return found
