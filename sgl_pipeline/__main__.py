@@ -30,6 +30,9 @@ COMMANDS = {
     "simulate": Command(
         "sgl_pipeline.simulator.__main__", "serve a load in virtual time, or tune a policy for it"
     ),
+    "capacity": Command(
+        "sgl_pipeline.capacity.command", "find the highest request rate that holds latency targets"
+    ),
     "bench": Command(
         "sgl_pipeline.managers.bench_command",
         "put a load on a running server (SGLang's bench_serving and its flags)",

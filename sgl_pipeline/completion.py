@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from sgl_pipeline.__main__ import COMMANDS
+from sgl_pipeline.capacity.flags import make_parser as capacity_parser
 from sgl_pipeline.managers.command_line.server_args import make_parser as serve_parser
 from sgl_pipeline.managers.doctor.command import make_parser as doctor_parser
 from sgl_pipeline.managers.planning.fit_command import make_parser as fit_parser
@@ -22,6 +23,7 @@ _PARSERS = {
     "plan": plan_parser,
     "fit": fit_parser,
     "simulate": simulate_parser,
+    "capacity": capacity_parser,
     "doctor": doctor_parser,
 }
 

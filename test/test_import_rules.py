@@ -20,6 +20,8 @@ from benchmark.house.import_graph import (
 )
 
 # Beside the standard library, by the first folder of a file. Of managers and entry points: any.
+# `capacity` is above both simulator and managers: it predicts by the one and measures a server that
+# it starts as a process of its own.
 LIBRARIES = {
     GROUND: "msgspec",
     "args": "",
@@ -34,6 +36,7 @@ LIBRARIES = {
     "pipeline": "msgspec",
     "disaggregation": "msgspec",
     "simulator": "msgspec numpy matplotlib",
+    "capacity": "msgspec numpy aiohttp requests",
     "pp_runner": "torch safetensors numpy zmq gguf flashinfer triton transformers",
 }
 # These may import what is below them but for this.

@@ -10,6 +10,7 @@ from random import Random
 
 from benchmark.figures.figure import Options, Row
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.disaggregation import (
     Disaggregation,
     FleetRun,
@@ -20,7 +21,6 @@ from sgl_pipeline.simulator.experiment import LINKS, Cluster
 from sgl_pipeline.simulator.fleet_summary import summarize_fleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
 from sgl_pipeline.simulator.peer_pages import PeerLink
-from sgl_pipeline.simulator.summary import LatencyTarget
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
 from sgl_pipeline.status_line import StatusLine, bar

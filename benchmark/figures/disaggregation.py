@@ -8,8 +8,8 @@ from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.apart import LONG_ANSWERS, System, apart, load, mean_tokens
 from benchmark.figures.figure import Figure, Options, Row, distinct, select
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
-from sgl_pipeline.simulator.summary import LatencyTarget
 
 NUM_DEVICES = 4
 TARGET = LatencyTarget(ttft_ms=1000.0, tpot_ms=60.0)

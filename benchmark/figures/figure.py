@@ -12,9 +12,10 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import LatencyTarget, summarize
+from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 from sgl_pipeline.status_line import StatusLine, bar

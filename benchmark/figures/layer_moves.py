@@ -18,8 +18,8 @@ from benchmark.figures.plans import (
     with_removed,
 )
 from benchmark.figures.targets import rate_at
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.experiment import Cluster
-from sgl_pipeline.simulator.summary import LatencyTarget
 
 SYSTEMS = tuple(STYLE)
 NEEDED_SHARE = 0.9

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmark.figures.figure import Options, Row, numbers, run
 from sgl_pipeline.args import MigrationArgs, ThrottleArgs
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.migration.delta_rule import even_split_less
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.records.move_record import MoveOutcome
@@ -19,7 +20,7 @@ from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import MODELS
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import Distribution, LatencyTarget
+from sgl_pipeline.simulator.summary import Distribution
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
 

@@ -16,8 +16,8 @@ from benchmark.figures.figure import (
     select,
 )
 from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.experiment import Cluster
-from sgl_pipeline.simulator.summary import LatencyTarget
 
 # DynaPipe's targets for ShareGPT as quoted in summaries; twice them for Azure's longer prompts, and
 # those of the 32B model for the 70B one: gLLM's own thresholds are not published.

@@ -30,7 +30,7 @@ FLOORS = (
     *("managers/front",),
     *("managers/entrance",),
     *("managers/stages", "managers/hosts", "managers/planning", "managers/doctor"),
-    *("managers", "managers/engine", ENTRY),
+    *("managers", "managers/engine", "capacity", ENTRY),
 )
 
 

@@ -8,6 +8,7 @@ one run that is not counted before the one that is. It must never compare runs o
 
 import dataclasses
 import sys
+from math import inf
 from pathlib import Path
 
 from benchmark.support.command import Command, Options, Report
@@ -23,6 +24,8 @@ from benchmark.support.serving_report import (
     cost_table,
 )
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.goodput import LatencyTarget
+from sgl_pipeline.simulator.fleet_command import positive
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--base-url", help="measure this running server instead of starting engines")
     add("--backend", default="sglang", choices=("sglang", "vllm"), help="protocol at --base-url")
     add("--trace-path", help="where the server at --base-url writes its trace")
+    add("--ttft-ms", type=positive, help="limit for the column goodput: first token")
+    add("--tpot-ms", type=positive, help="and mean time per further token of a request")
     add("--name", default="serving", help="of the result files (default: serving)")
     for field in dataclasses.fields(Load):
         flag, default = "--" + field.name.replace("_", "-"), field.default
@@ -56,7 +61,13 @@ def _measure(options: Options) -> Report:
     if against is not None and against not in [engine.label for engine in engines]:
         raise ConfigurationError(f"--against {against!r} is none of the engines that are measured")
     runs = measure_rounds(engines, model, load, load, options.rounds)
-    return report_of(options.name, load, model, runs, against)
+    return report_of(options.name, load, model, runs, against, _target(options))
+
+
+def _target(options: Options) -> LatencyTarget | None:
+    if options.ttft_ms is None and options.tpot_ms is None:
+        return None
+    return LatencyTarget(ttft_ms=options.ttft_ms or inf, tpot_ms=options.tpot_ms or inf)
 
 
 def _engines(options: Options, model: Path) -> list[Engine]:
@@ -76,17 +87,24 @@ def _engines(options: Options, model: Path) -> list[Engine]:
 
 
 def report_of(
-    name: str, load: Load, model: Path, runs: list[Run], against: str | None = None
+    name: str,
+    load: Load,
+    model: Path,
+    runs: list[Run],
+    against: str | None = None,
+    target: LatencyTarget | None = None,
 ) -> Report:
-    """The report on `runs`, with ratios over the engine `against`."""
+    """The report on `runs`, with ratios over the engine `against`, and goodput for `target`."""
+    limits = {} if target is None else {"goodput": f"within {target}"}
     work = f"{runs[0].input_tokens} tokens in, {runs[0].output_tokens} out a run"
     return Report(
         name=name,
-        texts=[comparison_table(runs, against), cost_table(runs)],
+        texts=[comparison_table(runs, against, target), cost_table(runs)],
         facts={
             # JSON has no infinity.
             "load": {key: str(value) for key, value in dataclasses.asdict(load).items()},
-            "model": {model.name: work, "prefix caches": "off", "figures": "medians (min to max)"},
+            "model": {model.name: work, "prefix caches": "off", "figures": "medians (min to max)"}
+            | limits,
         },
         record={"runs": [dataclasses.asdict(run) for run in runs]},
     )

@@ -38,6 +38,7 @@ from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
 from benchmark.support.recorded_run import recorded_requests, run_figures, slowness_of
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.goodput import LatencyTarget, RequestLatency, goodput
 from sgl_pipeline.records.trace import StepRecord, TraceWriter
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 
@@ -69,6 +70,12 @@ class Setting:
     @property
     def name(self) -> str:
         return self.flags.removeprefix("--target-") or "no target"
+
+    @property
+    def target(self) -> LatencyTarget:
+        return LatencyTarget(
+            ttft_ms=self.ttft_ms or float("inf"), tpot_ms=self.tpot_ms or float("inf")
+        )
 
     @property
     def throttle(self) -> ThrottleArgs:
@@ -219,13 +226,15 @@ def _reached(
     setting: Setting, source: str, rate_per_s: float, records: Sequence[StepRecord]
 ) -> Reached:
     ended = [request for record in records for request in record.ended]
-    ttfts_ms = np.array([one.first_token_ms for one in ended])
-    tpots_ms = np.array(
-        [(one.total_ms - one.first_token_ms) / (one.output_tokens - 1) for one in ended]
-    )
-    is_late = (tpots_ms > (setting.tpot_ms or np.inf)) | (ttfts_ms > (setting.ttft_ms or np.inf))
+    latencies = [
+        RequestLatency.of(one.first_token_ms, one.total_ms, one.output_tokens) for one in ended
+    ]
     (tpot_p50_ms, tpot_p95_ms), (ttft_p50_ms, ttft_p95_ms) = (
-        np.percentile(values, (50, 95)).tolist() for values in (tpots_ms, ttfts_ms)
+        np.percentile(values, (50, 95)).tolist()
+        for values in (
+            [one.tpot_ms for one in latencies if one.tpot_ms is not None],
+            [one.ttft_ms for one in latencies],
+        )
     )
     return Reached(
         setting=setting,
@@ -240,7 +249,7 @@ def _reached(
             target: float(np.mean([record.missed_target == target for record in records]))
             for target in ("TPOT", "TTFT")
         },
-        late_requests=float(is_late.mean()),
+        late_requests=1.0 - goodput(latencies, setting.target),
         by_time_share=float(np.mean([record.budget_ms is not None for record in records])),
     )
 

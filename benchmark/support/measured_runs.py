@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from benchmark.support.loads import ClientLoad
 from benchmark.support.paths import BUILD, ROOT, SCRATCH
 from benchmark.support.serving_report import METRICS, Run, pipeline_cost
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.goodput import RequestLatency
 from sgl_pipeline.records.trace import StepRecord, read_trace
 
 DEFAULT_PRESET = "0.27b"
@@ -155,8 +156,20 @@ def _measured(
         metrics={name: result[name] for name in METRICS},
         cost=pipeline_cost(of_load),
         memory_mib=memory_mib,
+        latencies=client_latencies(result),
     )
     return MeasuredLoad(run, of_load)
+
+
+def client_latencies(result: Mapping[str, Any]) -> tuple[RequestLatency, ...]:
+    """Of the requests of a run whose requests have all been answered, from the client's details,
+    which are in seconds."""
+    return tuple(
+        RequestLatency.of(ttft_s * 1e3, (ttft_s + sum(gaps_s)) * 1e3, output_tokens)
+        for ttft_s, gaps_s, output_tokens in zip(
+            result["ttfts"], result["itls"], result["output_lens"], strict=True
+        )
+    )
 
 
 def take_requests(records: Iterator[StepRecord], num_requests: int) -> tuple[StepRecord, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmark.support.dated_result import markdown_table
+from sgl_pipeline.goodput import LatencyTarget, RequestLatency, goodput
 from sgl_pipeline.records.trace import StepRecord
 
 # Metric names of `sglang.bench_serving`, and how a table heads them.
@@ -44,6 +45,7 @@ class Run:
     """One measured run of one engine; `metrics` has the keys of METRICS, `cost` is for ours.
 
     `memory_mib` is that of the server's processes right after the run, None where nobody looked.
+    `latencies` are those of its requests, as the client saw them.
     """
 
     engine: str
@@ -54,6 +56,7 @@ class Run:
     metrics: Mapping[str, float]
     cost: PipelineCost | None = None
     memory_mib: float | None = None
+    latencies: tuple[RequestLatency, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +115,15 @@ def throughput_ratios(runs: Sequence[Run], against: str) -> dict[str, float]:
     return {engine: median / medians[against] for engine, median in medians.items()}
 
 
-def comparison_table(runs: Sequence[Run], against: str | None) -> str:
-    """Markdown: one row an engine, medians with extremes, memory where all runs have it, and the
-    throughput ratio."""
+def comparison_table(
+    runs: Sequence[Run], against: str | None, target: LatencyTarget | None = None
+) -> str:
+    """Markdown: one row an engine, medians with extremes, memory where all runs have it, goodput in
+    per cent where there is a target, and the throughput ratio."""
     ratios = throughput_ratios(runs, against) if against else {}
     with_memory = all(run.memory_mib is not None for run in runs)
     heads = ["engine", "rounds", *METRICS.values(), *(["PSS MiB"] if with_memory else [])]
+    heads += ["goodput %"] if target else []
     heads += [f"of {against}"] if against else []
     rows = []
     for engine, of_engine in _by_engine(runs).items():
@@ -125,6 +131,9 @@ def comparison_table(runs: Sequence[Run], against: str | None) -> str:
         cells += [str(spread([run.metrics[metric] for run in of_engine])) for metric in METRICS]
         if with_memory:
             cells.append(str(spread([run.memory_mib or 0.0 for run in of_engine])))
+        if target is not None:
+            shares = [100 * goodput(run.latencies, target) for run in of_engine]
+            cells.append(str(spread(shares)))
         rows.append([*cells, *([f"{ratios[engine]:.3f}"] if against else [])])
     return markdown_table(heads, rows)
 

@@ -102,7 +102,7 @@ def add_flags(parser: "argparse._ActionsContainer", section: type) -> None:
         parser.add_argument(one.name, dest=one.dest, help=text, **options)
 
 
-def add_early_flags(parser: argparse.ArgumentParser, section: type, *names: str) -> None:
+def add_early_flags(parser: "argparse._ActionsContainer", section: type, *names: str) -> None:
     """Adds the flags of the fields `names` (none given: of all), SGLang's too, under all names."""
     for field, one in flags_of(section):
         if not names or field.name in names:
@@ -124,6 +124,17 @@ def read_section(section: Callable[..., T], options: argparse.Namespace, **resol
         if given is not None:
             values[field.name] = given != field.default if field.type is bool else given
     return section(**values)
+
+
+def section_words(section: Any) -> list[str]:
+    """The words on a command line that ask for `section`: flags of fields that differ from their
+    defaults."""
+    words: list[str] = []
+    for field, one in flags_of(section):
+        value = getattr(section, field.name)
+        if value != field.default:
+            words += [one.names[0]] if field.type is bool else [one.names[0], str(value)]
+    return words
 
 
 def check_flags(section: Any) -> None:

@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
 def _tune(options: argparse.Namespace) -> int:
     """Each trial, then the best flags."""
     pipeline, target = pipeline_of(options), target_of(options)
-    require(target is not None, "tune needs --target-ttft-ms and --target-tpot-ms")
+    require(target is not None, "tune needs --target-ttft-ms, --target-tpot-ms or both")
     print(_describe(options, pipeline))
 
     def attainment(throttle: ThrottleArgs, rate_per_s: float) -> float:
@@ -128,17 +128,17 @@ def _describe(options: argparse.Namespace, pipeline: Cluster | MeasuredPipeline)
 
 _HEADER = (
     "policy             req/s  out tok/s  TTFT mean/p99 ms  TPOT mean/p99 ms  E2E mean ms"
-    "  bubbles   hits  target"
+    "  bubbles   hits  goodput"
 )
 
 
 def _row(policy: str, rate: float, summary: Summary) -> str:
-    target = "-" if summary.target_share is None else f"{summary.target_share:.1%}"
+    goodput = "-" if summary.target_share is None else f"{summary.target_share:.1%}"
     return (
         f"{policy:17} {rate:6g} {summary.output_tokens_per_s:10.0f} "
         f"{summary.ttft_ms.mean:9.0f} {summary.ttft_ms.p99:7.0f} "
         f"{summary.tpot_ms.mean:9.1f} {summary.tpot_ms.p99:7.1f} {summary.e2e_ms.mean:12.0f} "
-        f"{summary.bubble_share:8.1%} {summary.cache_hit_share:6.1%} {target:>7}"
+        f"{summary.bubble_share:8.1%} {summary.cache_hit_share:6.1%} {goodput:>8}"
     )
 
 

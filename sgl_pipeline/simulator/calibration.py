@@ -6,6 +6,7 @@ for the machine, the model, the split and the load on the processors of the run 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +93,14 @@ class FittedCosts:
 
 
 def fit_trace(path: str | Path) -> FittedCosts:
-    """The costs of the run that wrote `path`. Raises ConfigurationError as `fit_records`."""
-    return fit_records(list(read_trace(path)), str(path))
+    """The costs of the run that wrote `path`; a file that has not changed is fitted once. Raises
+    ConfigurationError as `fit_records`."""
+    return _fit_file(str(path), Path(path).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _fit_file(path: str, _changed_ns: int) -> FittedCosts:
+    return fit_records(list(read_trace(path)), path)
 
 
 def fit_records(

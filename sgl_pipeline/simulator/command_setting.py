@@ -17,6 +17,7 @@ from sgl_pipeline.args import (
 )
 from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.host_network import read_host_network
 from sgl_pipeline.scheduling.tier_rules import TierRules
 from sgl_pipeline.simulator.draft_flags import (
@@ -29,7 +30,6 @@ from sgl_pipeline.simulator.fleet_command import positive
 from sgl_pipeline.simulator.kernel_costs import DEVICES
 from sgl_pipeline.simulator.migration_setup import Migration
 from sgl_pipeline.simulator.models import KV_CACHE_DTYPES, MODELS, QUANTIZATIONS
-from sgl_pipeline.simulator.summary import LatencyTarget
 from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
 from sgl_pipeline.simulator.virtual_store import StoreCosts
 from sgl_pipeline.simulator.workload import (
@@ -117,8 +117,12 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_draft_flags(parser)
     _add_store(parser)
-    parser.add_argument("--target-ttft-ms", type=float)
-    parser.add_argument("--target-tpot-ms", type=float)
+    parser.add_argument(
+        "--target-ttft-ms", "--ttft-ms", type=positive, help="limits of goodput: first token"
+    )
+    parser.add_argument(
+        "--target-tpot-ms", "--tpot-ms", type=positive, help="and mean time per further token"
+    )
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
@@ -271,7 +275,7 @@ def _store(options: argparse.Namespace) -> StoreCosts | None:
 
 
 def target_of(options: argparse.Namespace) -> LatencyTarget | None:
-    """The latencies that requests should have; None without them."""
-    if options.target_ttft_ms is None or options.target_tpot_ms is None:
-        return None
-    return LatencyTarget(ttft_ms=options.target_ttft_ms, tpot_ms=options.target_tpot_ms)
+    """The latencies that requests should have; None where neither is limited."""
+    limits = {"ttft_ms": options.target_ttft_ms, "tpot_ms": options.target_tpot_ms}
+    named = {name: ms for name, ms in limits.items() if ms is not None}
+    return LatencyTarget(**named) if named else None

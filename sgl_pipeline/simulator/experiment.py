@@ -38,6 +38,7 @@ from sgl_pipeline.simulator.pipeline_costs import (
     ScaledTail,
     SimulatedLink,
 )
+from sgl_pipeline.simulator.predicted_pipeline import PredictedPipeline
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.stage_clock import Slowdown
 from sgl_pipeline.simulator.step_shape import StepShape
@@ -292,7 +293,7 @@ class MeasuredPipeline:
 
 
 def simulate(
-    pipeline: Cluster | MeasuredPipeline,
+    pipeline: Cluster | MeasuredPipeline | PredictedPipeline,
     throttle: ThrottleArgs,
     scheduling: SchedulingArgs,
     workload: Iterable[SimulatedRequest],

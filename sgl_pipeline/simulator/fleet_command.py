@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 
 from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs, require
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.disaggregation import Disaggregation, simulate_disaggregated
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.fleet_summary import FleetSummary, summarize_fleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
 from sgl_pipeline.simulator.peer_pages import PeerLink
-from sgl_pipeline.simulator.summary import LatencyTarget
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.status_line import StatusLine, bar
 

@@ -4,9 +4,10 @@ from prefill to decode."""
 import msgspec
 import numpy as np
 
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.disaggregation import FleetRun
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import Distribution, LatencyTarget, Summary, summarize
+from sgl_pipeline.simulator.summary import Distribution, Summary, summarize
 
 
 class FleetSummary(msgspec.Struct, frozen=True, kw_only=True):

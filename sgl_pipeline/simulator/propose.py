@@ -12,12 +12,13 @@ import msgspec
 
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.goodput import LatencyTarget, RequestLatency
 from sgl_pipeline.pipeline.recent_load import RecentWork
 from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.simulator.climb import Trial, climb
 from sgl_pipeline.simulator.past_load import PastLoad
-from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
-from sgl_pipeline.simulator.summary import Distribution, LatencyTarget, summarize, tpot_ms, ttft_ms
+from sgl_pipeline.simulator.simulation import Simulation
+from sgl_pipeline.simulator.summary import Distribution, latency, summarize
 from sgl_pipeline.throttle import POLICY_TABLE
 
 # Values that are tried of each knob that the policy reads, in this order: of a running server more
@@ -223,7 +224,8 @@ def propose(task: TuneTask, clock: Callable[[], float] = time.monotonic) -> Knob
 def predict(simulation: Simulation, target: LatencyTarget) -> Prediction:
     """Sums a simulation up against the wanted latencies."""
     summary = summarize(simulation, target)
-    late = [_lateness(served, target) for served in simulation.requests if served.token_times_s]
+    latencies = [latency(served) for served in simulation.requests]
+    late = [_lateness(one, target) for one in latencies if one is not None]
     assert summary.target_share is not None
     return Prediction(
         target_share=summary.target_share,
@@ -234,11 +236,9 @@ def predict(simulation: Simulation, target: LatencyTarget) -> Prediction:
     )
 
 
-def _lateness(served: ServedRequest, target: LatencyTarget) -> float:
-    late = ttft_ms(served) / target.ttft_ms
-    if len(served.token_times_s) > 1:
-        late = max(late, tpot_ms(served) / target.tpot_ms)
-    return late
+def _lateness(latency: RequestLatency, target: LatencyTarget) -> float:
+    late = latency.ttft_ms / target.ttft_ms
+    return late if latency.tpot_ms is None else max(late, latency.tpot_ms / target.tpot_ms)
 
 
 def _is_better(one: Prediction, other: Prediction) -> bool:

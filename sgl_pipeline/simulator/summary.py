@@ -4,21 +4,13 @@ Pure functions of a `Simulation`; units are in the names. Percentiles are those 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 
+from sgl_pipeline.goodput import LatencyTarget, RequestLatency, goodput
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyTarget:
-    """Limits that a request must meet to count as served well."""
-
-    ttft_ms: float
-    tpot_ms: float
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -43,7 +35,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     from the first arrival to the last token. `bubble_share` is the part of the stages' time in
     which they waited although some stage was busy. `cache_hit_share` is the share of prompt tokens
     that were not computed, `loaded_share` that of those which a store, or a prefill server, had to
-    give. `target_share` is the share of requests that met the target, where there was one."""
+    give. `target_share` is the goodput: the share of requests that met the target, where there was
+    one."""
 
     num_requests: int
     num_failed: int
@@ -67,6 +60,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarize(simulation: Simulation, target: LatencyTarget | None = None) -> Summary:
     """The numbers of all requests that were served to their end."""
+    latencies = [latency(served) for served in simulation.requests]
     done = [served for served in simulation.requests if served.finished_s is not None]
     ends = [served.finished_s for served in done if served.finished_s is not None]
     started_s = min((served.arrival_s for served in simulation.requests), default=0.0)
@@ -81,8 +75,10 @@ def summarize(simulation: Simulation, target: LatencyTarget | None = None) -> Su
         output_tokens_per_s=output_tokens / duration_s,
         total_tokens_per_s=(input_tokens + output_tokens) / duration_s,
         requests_per_s=len(done) / duration_s,
-        ttft_ms=Distribution.of([ttft_ms(served) for served in done]),
-        tpot_ms=Distribution.of([tpot_ms(one) for one in done if len(one.token_times_s) > 1]),
+        ttft_ms=Distribution.of([one.ttft_ms for one in latencies if one is not None]),
+        tpot_ms=Distribution.of(
+            [one.tpot_ms for one in latencies if one is not None and one.tpot_ms is not None]
+        ),
         itl_ms=Distribution.of([gap_ms for one in done for gap_ms in token_gaps_ms(one)]),
         e2e_ms=Distribution.of(
             [(end - served.arrival_s) * 1e3 for served, end in zip(done, ends, strict=True)]
@@ -93,20 +89,19 @@ def summarize(simulation: Simulation, target: LatencyTarget | None = None) -> Su
         num_steps=len(simulation.steps),
         mean_step_tokens=float(np.mean(step_tokens)) if step_tokens else float("nan"),
         std_step_tokens=float(np.std(step_tokens)) if step_tokens else float("nan"),
-        target_share=None if target is None else _target_share(simulation.requests, target),
+        target_share=None if target is None else goodput(latencies, target),
         loaded_share=sum(one.loaded_tokens for one in done) / max(1, input_tokens),
     )
 
 
-def ttft_ms(served: ServedRequest) -> float:
-    """Time to the first token."""
-    return (served.token_times_s[0] - served.arrival_s) * 1e3
-
-
-def tpot_ms(served: ServedRequest) -> float:
-    """Mean time per further output token; there must be one."""
-    times = served.token_times_s
-    return (times[-1] - times[0]) * 1e3 / (len(times) - 1)
+def latency(served: ServedRequest) -> RequestLatency | None:
+    """The latency that goodput counts; None for a request that was not served to its end."""
+    if served.finished_s is None:
+        return None
+    first_ms, last_ms = (
+        (served.token_times_s[place] - served.arrival_s) * 1e3 for place in (0, -1)
+    )
+    return RequestLatency.of(first_ms, last_ms, len(served.token_times_s))
 
 
 def token_gaps_ms(served: ServedRequest) -> list[float]:
@@ -130,13 +125,3 @@ def bubble_share(simulation: Simulation) -> float:
         until_s = max(until_s, step.ends_s[-1])
         busy_s += sum(end - start for start, end in zip(step.starts_s, step.ends_s, strict=True))
     return 1.0 - busy_s / (num_stages * has_work_s)
-
-
-def _target_share(requests: Sequence[ServedRequest], target: LatencyTarget) -> float:
-    met = sum(
-        served.finished_s is not None
-        and ttft_ms(served) <= target.ttft_ms
-        and (len(served.token_times_s) < 2 or tpot_ms(served) <= target.tpot_ms)
-        for served in requests
-    )
-    return met / len(requests)

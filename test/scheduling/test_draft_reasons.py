@@ -80,11 +80,12 @@ def test_what_keeps_drafts_from_one() -> None:
     assert reason_of(scheduler, request).rule == "end"
 
 
-def test_a_grammar_is_a_reason() -> None:
+def test_a_grammar_that_forces_nothing_is_a_reason() -> None:
     request = make_request("grammar", [1, 2], 9, constrained=True)
     scheduler = scheduler_of()
     decode_step(scheduler, request)
-    assert reason_of(scheduler, request).rule == "grammar"
+    told = reason_of(scheduler, request)
+    assert told.rule == "lookup" and "its grammar forces no text now" in told.text
 
 
 def test_a_server_without_drafts_gives_no_reason() -> None:

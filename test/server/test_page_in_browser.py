@@ -174,6 +174,34 @@ def test_a_server_with_a_role_shows_its_rooms(chromium: Any, server: LiveServer)
     assert "failed\t3\t–\t2 before the prompt was ready, 1 afterwards" in prefill
 
 
+SHARE = "async (args) => (await import('./goodput.js')).goodput(...args)"
+
+
+def test_goodput_is_the_share_of_recent_requests_within_what_is_typed(
+    chromium: Any, server: LiveServer
+) -> None:
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        page = watched.page
+        one_token = {"firstMs": 90, "tpotMs": None}
+        ended = [one_token, {"firstMs": 100, "tpotMs": 10}, {"firstMs": 300, "tpotMs": 30}]
+        for limits, share in (
+            ((100, None), 2 / 3),
+            ((None, 20), 2 / 3),
+            ((95, 20), 1 / 3),
+            ((None, None), None),
+        ):
+            assert page.evaluate(SHARE, [ended, *limits]) == share
+        assert page.evaluate(SHARE, [[], 100, 10]) is None
+        page.fill("#goodput-ttft", "1e9")
+        with load(server, 2):
+            watched.wait_for("document.getElementById('goodput').innerText === '100 %'")
+            page.fill("#goodput-tpot", "0.001")
+            watched.wait_for("document.getElementById('goodput').innerText === '0 %'")
+        page.reload()
+        watched.wait_for("document.getElementById('goodput-tpot').value === '0.001'")
+
+
 def test_the_chat_answers_and_shows_its_way_through_the_stages(
     chromium: Any, server: LiveServer
 ) -> None:
@@ -225,7 +253,7 @@ def test_it_obeys_the_keyboard_and_stands_still_when_paused(
         assert watched.text("#pause") == "Pause"
         page.evaluate("document.activeElement.blur()")
         reached = set()
-        for _ in range(12):
+        for _ in range(14):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("document.activeElement.id"))
         assert {"theme", "pause", "zoom-in", "zoom-out", "lanes", "prompt", "send"} <= reached

@@ -8,6 +8,7 @@ import pytest
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.simulator.disaggregation import (
     Disaggregation,
     FleetRun,
@@ -18,7 +19,6 @@ from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.fleet_summary import FleetSummary, summarize_fleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload, most_batch
 from sgl_pipeline.simulator.peer_pages import PeerLink
-from sgl_pipeline.simulator.summary import LatencyTarget
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
 CARD = Cluster(model="Llama-2-13B", device="a100-80g", num_stages=1, pool_tokens=8000)

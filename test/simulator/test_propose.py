@@ -9,13 +9,13 @@ from support.pipelines import new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.past_load import past_requests
 from sgl_pipeline.simulator.propose import KnobProposal, Prediction, TuneTask, predict, propose
-from sgl_pipeline.simulator.summary import LatencyTarget
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
 

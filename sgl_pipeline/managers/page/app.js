@@ -4,6 +4,7 @@ import { key } from "./api.js";
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
 import { follow } from "./feed.js";
+import { Goodput } from "./goodput.js";
 import { Knobs } from "./knobs.js";
 import { Lanes } from "./lanes.js";
 import { byId, duration, figure } from "./look.js";
@@ -19,6 +20,7 @@ const charts = new Charts(model);
 const panels = new Panels(model);
 const chat = new Chat(model, lanes, drawLanes);
 const knobs = new Knobs(model);
+const goodput = new Goodput(model);
 let droppedEvents = 0;
 
 function drawLanes() {
@@ -46,6 +48,7 @@ function updatePanels() {
   panels.update();
   charts.update();
   chat.update();
+  goodput.update();
 }
 
 function notice() {
@@ -138,6 +141,7 @@ follow({
     droppedEvents = 0;
     panels.hello(facts);
     knobs.hello(facts);
+    goodput.hello(facts);
   },
   tick(tick) {
     model.apply(tick);

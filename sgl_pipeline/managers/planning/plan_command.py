@@ -62,7 +62,7 @@ def _report(options: argparse.Namespace) -> str:
             f"--pp {num_stages} is more than the model's {spec.num_layers} layers"
         )
     step = _step(options.step).within(spec.context_length)
-    file = _cost_file(options.costs, stages, spec)
+    file = chosen_costs(options.costs, stages, spec)
     costs, sizes, host_bytes = step_costs_here(stages, spec, step, file)
     source = f"fitted on {file.machine}, {file.date}" if file else "measured now"
     lines = [
@@ -165,7 +165,7 @@ def _step(text: str | None) -> MadeUpStep:
     return MadeUpStep(decodes, context, prompt)
 
 
-def _cost_file(path: Path | None, stages: StageArgs, spec: ModelSpec) -> CostFile | None:
+def chosen_costs(path: Path | None, stages: StageArgs, spec: ModelSpec) -> CostFile | None:
     """The file that was named, or the one that was saved for these stages, if any."""
     if path is None:
         return find_costs(stages, spec.num_layers)

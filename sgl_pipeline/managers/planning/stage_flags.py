@@ -6,7 +6,7 @@ import shlex
 from sgl_pipeline.args import KV_CACHE_DTYPES, MODEL_IMPLS
 
 
-def add_stage_flags(parser: argparse.ArgumentParser) -> None:
+def add_stage_flags(parser: "argparse._ActionsContainer") -> None:
     """Adds the flags that `fit_command.stages_of` reads, except model, device and depth."""
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--model-impl", choices=MODEL_IMPLS, default="auto")

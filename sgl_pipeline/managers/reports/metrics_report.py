@@ -16,6 +16,7 @@ from sglang.srt.observability.metrics_collector import (
     SchedulerStats,
 )
 
+from sgl_pipeline.managers.reports.goodput_metrics import GoodputMetrics
 from sgl_pipeline.managers.reports.pipeline_metrics import PipelineMetrics
 from sgl_pipeline.managers.reports.rooms_metrics import RoomsMetrics, queue_stats
 from sgl_pipeline.managers.reports.tenant_metrics import TenantMetrics
@@ -51,6 +52,7 @@ class MetricsReport:
         self._upstream = SchedulerMetricsCollector(_labels(server_args, engine_type), server_args)
         self._page_size, self._num_pages = page_size, num_pages
         self._own = PipelineMetrics({"model_name": self._upstream.labels["model_name"]}, num_stages)
+        self._goodput = GoodputMetrics(self._own.goodput_requests)
         self._counted: dict[Any, float] = {}
         self._tiers: TierMetrics | None = None
         self._rooms: RoomsMetrics | None = None
@@ -76,6 +78,7 @@ class MetricsReport:
         """Some requests have had their last token."""
         for request in requests:
             self._upstream.observe_queue_time(request.queue_ms / 1e3)
+        self._goodput.ended(requests)
 
     def on(self, event: Event) -> None:
         """Counts `event`, if it is over and its kind is counted."""
@@ -210,6 +213,7 @@ class MetricsReport:
 
     def _publish_throttle(self, throttle: ThrottleState) -> None:
         """The knobs in force; the limit of prefill tokens also where the policy names it."""
+        self._goodput.set_target(throttle.knobs)
         own, knobs = self._own, throttle.knobs | {"max_prefill_tokens": throttle.prefill_limit}
         for name, gauge in own.throttle_knobs.items():
             value = knobs[name]

@@ -88,6 +88,12 @@ class PipelineMetrics:
             "target",
             get_args(Target),
         )
+        self.goodput_requests = self._counters(
+            "goodput_requests",
+            "Requests that ended by themselves while there was a target, and whether within it.",
+            "within_targets",
+            ("true", "false"),
+        )
         self.throttle_knobs = self._gauges(
             "throttle_knob", "A knob of the policy in force.", "knob", _KNOBS
         )

@@ -73,6 +73,8 @@ def describe_page(args: PipelineArgs, server_args: Any) -> dict[str, Any]:
         "max_prefill_tokens": throttle.prefill_limit,
         "min_prefill_tokens": throttle.min_prefill_tokens,
         "pause_free_share": throttle.pause_free_share,
+        "target_ttft_ms": throttle.target_ttft_ms,
+        "target_tpot_ms": throttle.target_tpot_ms,
         "max_running_requests": args.scheduling.max_running_requests,
     }
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from sgl_pipeline.goodput import LatencyTarget, RequestLatency, goodput
 from sgl_pipeline.pipeline.recent_load import RecentWork
 
 
@@ -13,16 +14,14 @@ def describe_window(work: RecentWork, ttft_ms: float, tpot_ms: float) -> dict[st
     ended = [one for one in work.requests if one.total_ms is not None]
     ttfts = [one.first_token_ms for one in ended if one.first_token_ms is not None]
     tpots = [one.tpot_ms for one in ended if one.tpot_ms is not None]
-    met = [
-        (one.first_token_ms or 0.0) <= ttft_ms and (one.tpot_ms or 0.0) <= tpot_ms for one in ended
-    ]
+    latencies = [RequestLatency(one.first_token_ms or 0.0, one.tpot_ms) for one in ended]
     return {
         "knobs_in_force": work.knobs,
         "measured": {
             "window_s": round(work.now_s - work.requests[0].arrival_s, 3),
             "requests_ended": len(ended),
             "requests_live": len(work.requests) - len(ended),
-            "target_share": fmean(met),
+            "target_share": goodput(latencies, LatencyTarget(ttft_ms=ttft_ms, tpot_ms=tpot_ms)),
             "ttft_ms": _distribution(ttfts),
             "tpot_ms": _distribution(tpots),
         },

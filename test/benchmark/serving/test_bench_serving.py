@@ -12,10 +12,16 @@ from benchmark.serving.bench_serving import main, report_of
 from benchmark.support.command import Command
 from benchmark.support.engine import EngineFailure
 from benchmark.support.loads import Load
-from benchmark.support.measured_runs import check_equal_work, take_requests, turns
+from benchmark.support.measured_runs import (
+    check_equal_work,
+    client_latencies,
+    take_requests,
+    turns,
+)
 from benchmark.support.paths import RESULTS
 from benchmark.support.serving_report import METRICS, Run
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.goodput import LatencyTarget, RequestLatency
 from sgl_pipeline.simulator.experiment import Cluster, simulate
 from sgl_pipeline.simulator.workload import poisson_arrivals
 
@@ -112,3 +118,17 @@ def test_the_results_folder_is_beside_the_benchmark() -> None:
 
 def test_turns_run_to_and_fro():
     assert [*turns(["a", "b"], 3)] == [(1, "a"), (1, "b"), (2, "b"), (2, "a"), (3, "a"), (3, "b")]
+
+
+def test_the_clients_details_give_each_requests_latency() -> None:
+    result = {"ttfts": [0.5, 0.25], "itls": [[0.125, 0.375], []], "output_lens": [3, 1]}
+    assert client_latencies(result) == (RequestLatency(500.0, 250.0), RequestLatency(250.0, None))
+
+
+def test_a_target_gives_a_column_and_is_in_the_facts() -> None:
+    run = dataclasses.replace(RUN, latencies=(RequestLatency(100.0, 10.0),))
+    target = LatencyTarget(ttft_ms=500.0)
+    report = report_of("serving", Load(), Path("model"), [run], target=target)
+    assert "goodput %" in report.texts[0]
+    assert report.facts["model"]["goodput"] == "within TTFT 500 ms"
+    assert "goodput" not in report_of("serving", Load(), Path("model"), [run]).facts["model"]

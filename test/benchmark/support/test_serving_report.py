@@ -7,11 +7,13 @@ import pytest
 from benchmark.support.serving_report import (
     METRICS,
     Run,
+    comparison_table,
     cost_table,
     pipeline_cost,
     spread,
     throughput_ratios,
 )
+from sgl_pipeline.goodput import LatencyTarget, RequestLatency
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import StepRecord
 
@@ -97,3 +99,13 @@ def test_the_cost_table_has_a_row_for_every_traced_run() -> None:
     traced = dataclasses.replace(RUNS[0], cost=pipeline_cost(records))
     rows = cost_table([traced, *RUNS[1:]]).splitlines()[2:]
     assert rows == ["| ours, round 1 | 2 | 30 + 1.5 | 1.00, 1.00 | 25% | 0% |"]
+
+
+def test_goodput_has_a_column_where_there_is_a_target() -> None:
+    latencies = tuple(RequestLatency(ms, ms / 10) for ms in (100.0, 200.0, 300.0, 400.0))
+    runs = [dataclasses.replace(run, latencies=latencies[run.round - 1 :]) for run in RUNS]
+    assert "goodput" not in comparison_table(runs, None)
+    head, _, ours, _ = comparison_table(runs, None, LatencyTarget(tpot_ms=30.0)).splitlines()
+    assert head.endswith("| goodput % |")
+    # 3 of 4, 2 of 3 and 1 of 2.
+    assert ours.endswith("| 66.7 (50.0 to 75.0) |")

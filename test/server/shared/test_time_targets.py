@@ -155,6 +155,12 @@ def assert_gauges(server: LiveServer, missed: str, met: str, rule: str) -> None:
     assert of_target(met) == 0
     assert Samples(server).value("sgl_pipeline_budget_bound_by", rule=rule) == 1
 
+    def goodput_requests(within: str) -> float:
+        return Samples(server).value("sgl_pipeline_goodput_requests_total", within_targets=within)
+
+    wait_until(lambda: goodput_requests("false") > 0)
+    assert goodput_requests("true") == 0
+
 
 @pytest.mark.parametrize(("name", "extra_steps"), [("low_tpot", 1), ("low_ttft", 2)])
 def test_tokens_are_those_of_a_server_without_targets_and_extra_steps(

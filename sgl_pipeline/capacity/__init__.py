@@ -1,0 +1,1 @@
+"""The command `capacity`: the request rate that holds latency targets, predicted and measured."""
