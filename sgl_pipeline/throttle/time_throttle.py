@@ -28,9 +28,9 @@ EBB_SHARE = 0.5
 # A step may always take this much longer than its decodes alone: where the weights have to be read
 # anyway, that is many prompt tokens.
 MIN_GROWTH = 1.05
-# Prompts may be spread over this many rounds of the pipeline, where that is at most 1.5 #T steps:
-# steps that differ within a round leave bubbles.
-MOST_ROUNDS = 1.5
+# Prompts may be spread over this many times #T steps: where rows are cheap beside decodes, and where
+# steps that differ within a round of a deep pipeline would leave bubbles.
+MOST_SPREADS = 1.5
 
 
 def time_throttle(args: PolicyArgs, load: PipelineLoad) -> TokenBudget:
@@ -62,7 +62,8 @@ def _step_limit(
     if args.target_tpot_ms is not None:
         # A request has a token in each round.
         terms["TPOT"] = args.target_tpot_ms / load.pipeline_depth
-    steps, spread_ms = best_spread(load, times, most_spread(args, load), args.ttft_weight)
+    most_steps = int(MOST_SPREADS * args.prefill_spread_steps)
+    steps, spread_ms = best_spread(load, times, most_steps, args.ttft_weight)
     held_ms = (1.0 - EBB_SHARE / load.pipeline_depth) * load.in_flight_ms
     terms["WT"] = max(spread_ms, held_ms)
     needed_ms, is_late = _ttft_ms(args.target_ttft_ms, load, times, steps)
@@ -100,12 +101,6 @@ def _ttft_ms(
         if done_ms < soonest_ms:
             soonest_ms, needed_ms = done_ms, step_ms
     return needed_ms, True
-
-
-def most_spread(args: PolicyArgs, load: PipelineLoad) -> int:
-    """The most steps that share the waiting work: #T, or more in deep pipelines."""
-    steps = args.prefill_spread_steps
-    return max(steps, min(steps + steps // 2, int(MOST_ROUNDS * load.pipeline_depth)))
 
 
 def _decode_share(load: PipelineLoad, times: StepTimes) -> DecodeShare:
