@@ -142,9 +142,7 @@ class Cell:
             ttft_ms=TTFT_FACTOR * alone.ttft_ms.mean, tpot_ms=TPOT_FACTOR * tpot_ms
         )
 
-    def served(
-        self, policy: str, case: str, workload: Sequence[SimulatedRequest]
-    ) -> Simulation:
+    def served(self, policy: str, case: str, workload: Sequence[SimulatedRequest]) -> Simulation:
         """A run of a policy whose forecast is wrong as in that case of `wrong_forecasts`."""
         costs = self.machine.costs(self.depth)
         pool_tokens = self.pool_tokens

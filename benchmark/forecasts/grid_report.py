@@ -1,9 +1,9 @@
 """Puts the rows of `policy_grid.py` into words: the cells, and where the judged policy loses.
 
-Time to the first token and time per token are a trade: no policy can win both against two that stand
-at its ends. So a policy loses a cell to another one that is better in one measure by more than
-TOLERANCE and worse in none by more than SLACK. Goodput, which weighs both against targets, is judged
-by itself: it loses to the best of the cell.
+Time to the first token and time per token are a trade: no policy can win both against two that
+stand at its ends. So a policy loses a cell to another one that is better in one measure by more
+than TOLERANCE and worse in none by more than SLACK. Goodput, which weighs both against targets, is
+judged by itself: it loses to the best of the cell.
 """
 
 import math

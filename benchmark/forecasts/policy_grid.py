@@ -1,6 +1,6 @@
 """Every policy in some 130 simulated cells: which is best in each, and where the default is not.
 
-    python -m benchmark.forecasts.policy_grid                         # resumes, as long as --seconds
+    python -m benchmark.forecasts.policy_grid                         # resumes, for --seconds
     python -m benchmark.forecasts.policy_grid --cells "PP 2" --policies throttle,sarathi
     python -m benchmark.forecasts.policy_grid --case "layers +20%"    # with a wrong forecast
 

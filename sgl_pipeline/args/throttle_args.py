@@ -49,9 +49,9 @@ class ThrottleArgs:
     ttft_weight: float = our_flag(
         1.0,
         "--ttft-weight",
-        help="With --policy throttle-time: milliseconds between the tokens of running requests that "
-        "one millisecond until a first token is worth. More fills steps with prefill, less spreads "
-        "it; 1 is the least latency in sum.",
+        help="With --policy throttle-time: milliseconds between the tokens of running requests "
+        "that one millisecond until a first token is worth. More fills steps with prefill, less "
+        "spreads it; 1 is the least latency in sum.",
     )
     target_tpot_ms: float | None = our_flag(
         None,

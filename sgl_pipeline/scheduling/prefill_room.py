@@ -13,8 +13,8 @@ from sgl_pipeline.throttle import TimeLimit, TokenBudget
 # an eighth of that chunk: a step of its own would read all weights for it. By this much, and once a
 # step, the prefill budget may be exceeded.
 MAX_TAIL_TOKENS = 16
-# Of the least prefill tokens. With all of them the steps of slow stages, of some sixty rows, differed
-# by a quarter, and the stages idled for it.
+# Of the least prefill tokens. With all of them the steps of slow stages, of some sixty rows, would
+# differ by a quarter, and the stages idle for it.
 LEAST_CUT_SHARE = 0.25
 
 
@@ -48,8 +48,8 @@ class PrefillRoom:
         0 where there is no room. A tiny rest rides along.
 
         If the time limit cuts a prompt, the step is full. Beside other prompts a cut one has at
-        least a quarter of the least prefill tokens, or none: further and tiny chunks would cost more
-        than they fill.
+        least a quarter of the least prefill tokens, or none: further and tiny chunks would cost
+        more than they fill.
         """
         if not self.is_open:
             return 0

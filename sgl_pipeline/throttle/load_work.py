@@ -1,4 +1,4 @@
-"""The work of one step, as policies that budget time count it: its decodes, and prefill beside them."""
+"""The work of one step as policies that budget time count it: decodes, and prefill beside them."""
 
 from sgl_pipeline.pipeline_load import PipelineLoad
 from sgl_pipeline.step_work import StepWork, attended_tokens

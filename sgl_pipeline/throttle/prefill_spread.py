@@ -46,11 +46,11 @@ def _candidates(most_steps: int) -> Iterator[int]:
 def total_delay_ms(
     load: PipelineLoad, num_steps: int, step_ms: float, extra_ms: float, ttft_weight: float
 ) -> float:
-    """Milliseconds until the first tokens of all waiting prompts, weighted, and by which all running
-    decodes are late, if the prefill takes `num_steps` steps, each longer by `extra_ms` for it.
+    """Milliseconds until the first tokens of all waiting prompts, weighted, and by which all
+    running decodes are late, if prefill takes `num_steps` steps, each longer by `extra_ms` for it.
 
-    Prompts end evenly over these steps, and the last chunk of each has to pass the pipeline. Decodes
-    lose what the steps take longer, and once more as long as stages wait for a longer step to pass.
+    Prompts end evenly over these steps, and the last chunk of each has to pass the pipeline.
+    Decodes lose what the steps take longer, and as much again while stages wait for one to pass.
     """
     pass_steps = load.pipeline_depth - 1
     first_steps = 0.5 * num_steps * (load.prompts + 1) + load.prompts * pass_steps

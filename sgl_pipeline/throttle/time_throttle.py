@@ -28,8 +28,8 @@ EBB_SHARE = 0.5
 # A step may always take this much longer than its decodes alone: where the weights have to be read
 # anyway, that is many prompt tokens.
 MIN_GROWTH = 1.05
-# Prompts may be spread over this many times #T steps: where rows are cheap beside decodes, and where
-# steps that differ within a round of a deep pipeline would leave bubbles.
+# Prompts may be spread over this many times #T steps: where rows are cheap beside decodes, and
+# where steps that differ within a round of a deep pipeline would leave bubbles.
 MOST_SPREADS = 1.5
 
 

@@ -157,7 +157,9 @@ def test_the_step_curve_says_what_sharing_decodes_out_gains(
         assert is_drawn and text.startswith("12 decode, 6 a step: 14 ms.")
         assert "All in one step would take 24 ms, 71 % longer" in text
         assert watched.page.evaluate(SHOW_CURVE, [curve, 0, [8, 8]])[1] == "No request decodes."
-        assert watched.page.evaluate(SHOW_CURVE, [curve, 4, [16]])[1] == "4 decode, 4 a step: 12 ms."
+        assert (
+            watched.page.evaluate(SHOW_CURVE, [curve, 4, [16]])[1] == "4 decode, 4 a step: 12 ms."
+        )
 
 
 def test_the_chat_answers_and_shows_its_way_through_the_stages(

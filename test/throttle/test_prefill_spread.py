@@ -11,9 +11,11 @@ from sgl_pipeline.throttle.load_work import decode_work, with_waiting
 from sgl_pipeline.throttle.prefill_spread import best_spread, total_delay_ms
 from test.throttle.test_time_throttle import Times, load
 
+TIMES_10 = Times()
+
 
 def steps(
-    most_steps: int = 8, ttft_weight: float = 1.0, times: Times = Times(), **changes: int
+    most_steps: int = 8, ttft_weight: float = 1.0, times: Times = TIMES_10, **changes: int
 ) -> int:
     return best_spread(load(times, **changes), times, most_steps, ttft_weight)[0]
 
@@ -28,7 +30,7 @@ def test_a_lone_prompt_in_a_pipeline_is_spread_until_more_steps_end_later() -> N
 
 
 def test_steps_are_filled_where_they_cost_the_decodes_little() -> None:
-    """One stage: n steps take 15 n + 80 ms, 80 more than without the prompt however many they are."""
+    """One stage: n steps take 15 n + 80 ms, 80 more than without the prompt however many."""
     assert steps(pipeline_depth=1, waiting_tokens=800, running_decodes=50) == 1
 
 

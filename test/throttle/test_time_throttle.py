@@ -164,8 +164,8 @@ def test_prompts_are_spread_over_one_and_a_half_times_as_many_steps_as_by_tokens
 
 
 def test_prompts_are_computed_sooner_where_few_decode_or_first_tokens_weigh_more() -> None:
-    """On two stages one decode wants 800 tokens in four steps, two thousand in twelve; alone they take
-    three."""
+    """On two stages one decode wants 800 tokens in four steps, two thousand in twelve; alone they
+    take three."""
     waiting = {"waiting_tokens": 800, "running_decodes": 1}
     assert step_ms(ARGS, Times(), **waiting) == pytest.approx(10 + 0.1 + 80 / 4)
     assert step_ms(waiting_tokens=800, running_decodes=2000) == pytest.approx(10 + 100 + 6.7)

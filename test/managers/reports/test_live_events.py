@@ -48,7 +48,9 @@ def test_an_ended_request_has_its_times_and_nothing_that_it_said() -> None:
 def test_the_step_curve_is_there_once_step_times_are_known() -> None:
     state = movable_core(2, 2).state(50.0)
     for curve in (None, ()):
-        tick = LiveTick(state=state, queue=None, curve=curve, followed=(), carried=(), missed_ticks=0)
+        tick = LiveTick(
+            state=state, queue=None, curve=curve, followed=(), carried=(), missed_ticks=0
+        )
         assert "curve" not in describe_tick(tick, 1)
     known = tuple(float(decodes) + 0.12345 for decodes in CURVE_DECODES)
     tick = LiveTick(state=state, queue=None, curve=known, followed=(), carried=(), missed_ticks=0)
