@@ -29,7 +29,8 @@ class ThrottleArgs:
     prefill_spread_steps: int = our_flag(
         8,
         "--prefill-spread-steps",
-        help="Steps over which waiting prompt tokens are spread (gLLM #T).",
+        help="Steps over which waiting prompt tokens are spread (gLLM #T); the most of them with "
+        "--policy throttle-time.",
     )
     # gLLM #MaxP; None: as the authors of `policy`.
     max_prefill_tokens: int | None = upstream_flag(None, "--chunked-prefill-size")
@@ -45,6 +46,13 @@ class ThrottleArgs:
     )
     # Chunks get shorter the later they lie in a prompt, so that all take as long as the first.
     dynamic_chunking: bool = upstream_flag(False, "--enable-dynamic-chunking")
+    ttft_weight: float = our_flag(
+        1.0,
+        "--ttft-weight",
+        help="With --policy throttle-time: milliseconds between the tokens of running requests "
+        "that one millisecond until a first token is worth. More fills steps with prefill, less "
+        "spreads it; 1 is the least latency in sum.",
+    )
     target_tpot_ms: float | None = our_flag(
         None,
         "--target-tpot-ms",
@@ -72,6 +80,10 @@ class ThrottleArgs:
         require(
             0.0 <= self.pause_free_share < 1.0,
             f"--pause-free-share {self.pause_free_share} must be in [0, 1)",
+        )
+        require(
+            0.0 <= self.ttft_weight < float("inf"),
+            f"--ttft-weight {self.ttft_weight} must be a number from 0 on",
         )
         for flag, target_ms in (
             ("--target-tpot-ms", self.target_tpot_ms),

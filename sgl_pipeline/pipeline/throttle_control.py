@@ -19,6 +19,7 @@ from sgl_pipeline.throttle import make_policy
 
 MAX_HISTORY = 64
 MAX_SPREAD_STEPS = 1024
+MAX_TTFT_WEIGHT = 1024.0
 MIN_TARGET_MS, MAX_TARGET_MS = 0.01, 1e7
 # None leaves them to the policy.
 OPTIONAL_KNOBS = ("max_prefill_tokens", "target_tpot_ms", "target_ttft_ms")
@@ -81,6 +82,7 @@ class ThrottleControl:
             "min_prefill_tokens": [1, self._most_prefill_tokens],
             "pause_free_share": [0.0, 0.999],
             "dynamic_chunking": [False, True],
+            "ttft_weight": [0.0, MAX_TTFT_WEIGHT],
             "target_tpot_ms": [MIN_TARGET_MS, MAX_TARGET_MS],
             "target_ttft_ms": [MIN_TARGET_MS, MAX_TARGET_MS],
             "accounting": list(ACCOUNTINGS),

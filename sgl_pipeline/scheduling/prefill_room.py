@@ -13,6 +13,9 @@ from sgl_pipeline.throttle import TimeLimit, TokenBudget
 # an eighth of that chunk: a step of its own would read all weights for it. By this much, and once a
 # step, the prefill budget may be exceeded.
 MAX_TAIL_TOKENS = 16
+# Of the least prefill tokens. With all of them the steps of slow stages, of some sixty rows, would
+# differ by a quarter, and the stages idle for it.
+LEAST_CUT_SHARE = 0.25
 
 
 class PrefillRoom:
@@ -45,8 +48,8 @@ class PrefillRoom:
         0 where there is no room. A tiny rest rides along.
 
         If the time limit cuts a prompt, the step is full. Beside other prompts a cut one has at
-        least the least prefill tokens, or none: further and tiny chunks would cost more than they
-        fill.
+        least a quarter of the least prefill tokens, or none: further and tiny chunks would cost
+        more than they fill.
         """
         if not self.is_open:
             return 0
@@ -55,7 +58,9 @@ class PrefillRoom:
             self._is_cut = True
             least = min(self._limit.least_prefill_tokens, length)
             longest = self._longest(self._limit, start, length)
-            length = longest if longest >= least else min(self._least_tokens, least)
+            is_worth_it = longest >= least * LEAST_CUT_SHARE
+            length = longest if is_worth_it else 0
+            length = max(length, min(self._least_tokens, least))
         return with_tiny_tail(length, remaining)
 
     def take(self, start: int, length: int, samples: bool) -> None:

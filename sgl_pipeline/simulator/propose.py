@@ -26,6 +26,7 @@ from sgl_pipeline.throttle import POLICY_TABLE
 VALUES: Mapping[str, tuple[float, ...]] = {
     "max_prefill_tokens": (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     "prefill_spread_steps": (1, 2, 4, 8, 16, 32),
+    "ttft_weight": (0.25, 1.0, 4.0, 16.0),
     "pause_free_share": (0.0, 0.05, 0.1, 0.2),
 }
 # Less than this is no reason to change anything: a share of all requests, and of the mean lateness.

@@ -8,7 +8,7 @@ gives the times, so nothing is smoothed.
 from dataclasses import replace
 
 from sgl_pipeline.pipeline_load import PipelineLoad, TimeLimit, TokenBudget
-from sgl_pipeline.throttle.time_throttle import decode_work, with_fresh
+from sgl_pipeline.throttle.load_work import decode_work, with_fresh
 
 
 def equal_chunks(budget: TokenBudget, load: PipelineLoad, least_tokens: int) -> TokenBudget:

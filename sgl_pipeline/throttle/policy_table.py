@@ -26,6 +26,7 @@ TARGETS = ("target_tpot_ms", "target_ttft_ms")
 
 Searched = dict[str, tuple[float, ...]]
 _SPREADS: Searched = {"prefill_spread_steps": (1, 2, 4, 8, 16)}
+_WEIGHTS: Searched = {"ttft_weight": (0.25, 1.0, 4.0, 16.0)}
 _LIMITS: Searched = {"max_prefill_tokens": (512, 1024, 2048, 4096)}
 _ADAPTIVE_LIMITS: Searched = {"max_prefill_tokens": (2048, 4096, 8192, 16384)}
 _PAUSES: Searched = {"pause_free_share": (0.0, 0.05, 0.1)}
@@ -62,7 +63,7 @@ POLICY_TABLE: Mapping[str, PolicyEntry] = {
     "throttle": PolicyEntry(function=token_throttle, searched=_SPREADS | _LIMITS | _PAUSES),
     "throttle-time": PolicyEntry(
         function=time_throttle,
-        searched=_SPREADS | _LIMITS | _PAUSES,
+        searched=_SPREADS | _WEIGHTS | _LIMITS | _PAUSES,
         budgets_time=True,
         has_targets=True,
     ),

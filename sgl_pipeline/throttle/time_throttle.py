@@ -15,9 +15,11 @@ from sgl_pipeline.pipeline_load import (
     TimeLimit,
     TokenBudget,
 )
-from sgl_pipeline.step_work import StepTimes, StepWork, attended_tokens
+from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
+from sgl_pipeline.throttle.load_work import decode_work, with_fresh, with_waiting
 from sgl_pipeline.throttle.policy_args import PolicyArgs
+from sgl_pipeline.throttle.prefill_spread import best_spread
 from sgl_pipeline.throttle.token_throttle import token_throttle
 
 # A step may nearly take what the longest one in flight takes: beside it a shorter one would only
@@ -26,9 +28,9 @@ EBB_SHARE = 0.5
 # A step may always take this much longer than its decodes alone: where the weights have to be read
 # anyway, that is many prompt tokens.
 MIN_GROWTH = 1.05
-# Prompts are spread over at least this many rounds of the pipeline, where that is at most 1.5 #T
-# steps: steps that differ within a round leave bubbles.
-LEAST_ROUNDS = 1.5
+# Prompts may be spread over this many times #T steps: where rows are cheap beside decodes, and
+# where steps that differ within a round of a deep pipeline would leave bubbles.
+MOST_SPREADS = 1.5
 
 
 def time_throttle(args: PolicyArgs, load: PipelineLoad) -> TokenBudget:
@@ -51,17 +53,17 @@ def _step_limit(
     decodes = decode_work(load)
     # Tokens of a term cost what the waiting ones cost in the mean.
     most, waiting = args.prefill_limit, max(1, load.waiting_tokens)
-    terms: dict[Bound, float] = {"MaxP": times.step_ms(_with_waiting(decodes, load, most, waiting))}
+    terms: dict[Bound, float] = {"MaxP": times.step_ms(with_waiting(decodes, load, most, waiting))}
     threshold = args.pause_free_share
     if load.free_share >= threshold:
         headroom = (load.free_share - threshold) / (1.0 - threshold)
         free = int(headroom * most)
-        terms["UT"] = times.step_ms(_with_waiting(decodes, load, free, waiting))
+        terms["UT"] = times.step_ms(with_waiting(decodes, load, free, waiting))
     if args.target_tpot_ms is not None:
         # A request has a token in each round.
         terms["TPOT"] = args.target_tpot_ms / load.pipeline_depth
-    steps = spread_steps(args, load)
-    spread_ms = times.step_ms(_with_waiting(decodes, load, 1, steps))
+    most_steps = int(MOST_SPREADS * args.prefill_spread_steps)
+    steps, spread_ms = best_spread(load, times, most_steps, args.ttft_weight)
     held_ms = (1.0 - EBB_SHARE / load.pipeline_depth) * load.in_flight_ms
     terms["WT"] = max(spread_ms, held_ms)
     needed_ms, is_late = _ttft_ms(args.target_ttft_ms, load, times, steps)
@@ -91,7 +93,7 @@ def _ttft_ms(
     decodes = decode_work(load)
     soonest_ms, needed_ms = float("inf"), 0.0
     for num_steps in range(steps, 0, -1):
-        step_ms = times.step_ms(_with_waiting(decodes, load, 1, num_steps))
+        step_ms = times.step_ms(with_waiting(decodes, load, 1, num_steps))
         # The last one has to pass the pipeline.
         done_ms = (num_steps + load.pipeline_depth - 1) * step_ms
         if done_ms <= left_ms:
@@ -99,35 +101,6 @@ def _ttft_ms(
         if done_ms < soonest_ms:
             soonest_ms, needed_ms = done_ms, step_ms
     return needed_ms, True
-
-
-def spread_steps(args: PolicyArgs, load: PipelineLoad) -> int:
-    """The number of steps that share the waiting work: #T, or more in deep pipelines."""
-    steps = args.prefill_spread_steps
-    return max(steps, min(steps + steps // 2, int(LEAST_ROUNDS * load.pipeline_depth)))
-
-
-def decode_work(load: PipelineLoad) -> StepWork:
-    """An equal share of the running decodes, rounded up."""
-    rows = -(-load.running_decodes // load.pipeline_depth)
-    attended = -(-load.decode_attended_tokens // load.pipeline_depth)
-    return StepWork(rows, rows, attended, 0, rows)
-
-
-def _with_waiting(work: StepWork, load: PipelineLoad, part: int, of: int) -> StepWork:
-    """`work` and `part / of` of the waiting prefill, rounded up."""
-    return work._replace(
-        tokens=work.tokens - (-load.waiting_tokens * part // of),
-        prefill_attended_tokens=-(-load.waiting_attended_tokens * part // of),
-        samples=work.samples - (-load.prompts * part // of),
-    )
-
-
-def with_fresh(work: StepWork, tokens: int) -> StepWork:
-    """`work` and the first tokens of a long prompt."""
-    return work._replace(
-        tokens=work.tokens + tokens, prefill_attended_tokens=attended_tokens(0, tokens)
-    )
 
 
 def _decode_share(load: PipelineLoad, times: StepTimes) -> DecodeShare:

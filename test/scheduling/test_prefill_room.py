@@ -95,8 +95,8 @@ def test_the_least_is_for_one_prompt_of_a_step() -> None:
     assert not room.is_open and room.chunk_length(0, 100) == 0
 
 
-def test_beside_other_prompts_a_cut_one_has_at_least_the_least_or_nothing() -> None:
-    for taken, expected in ((40, 51), (70, 0)):
+def test_beside_other_prompts_a_cut_one_has_at_least_a_quarter_of_the_least_or_nothing() -> None:
+    for taken, expected in ((40, 51), (70, 16), (76, 0)):
         room = room_of(15.0, least=32)
         room.take(0, taken, samples=True)
         assert (room.chunk_length(0, 400), room.is_open) == (expected, False)

@@ -62,7 +62,9 @@ def test_it_draws_what_the_stages_do_and_says_why_requests_wait(
         assert sum(counts) == 2048 and counts[0] > 0, "held, cached and free are all pages"
         cells = "[...document.querySelectorAll('#plan td:nth-child(2)')]"
         assert page.evaluate(f"{cells}.map((one) => one.innerText)") == ["8", "8"]
-        assert page.evaluate("document.querySelectorAll('.uplot canvas').length") == 5
+        # The step curve has its own once step times are known.
+        charts = "document.querySelectorAll('.chart:not(#curve-chart) .uplot canvas').length"
+        assert page.evaluate(charts) == 5
         assert SECRET not in page.content()
 
 
@@ -200,6 +202,34 @@ def test_goodput_is_the_share_of_recent_requests_within_what_is_typed(
             watched.wait_for("document.getElementById('goodput').innerText === '0 %'")
         page.reload()
         watched.wait_for("document.getElementById('goodput-tpot').value === '0.001'")
+
+
+SHOW_CURVE = """async ([curve, decoding, layers]) => {
+    const { StepCurve } = await import('./step_curve.js');
+    const shown = new StepCurve({ curve, tick: { decoding, layers } });
+    shown.update();
+    const card = document.getElementById('curve-card');
+    const canvases = card.querySelectorAll('.uplot canvas').length;
+    shown.clear();
+    return card.hidden ? null : [canvases > 0, document.getElementById('curve-text').innerText];
+}"""
+
+
+def test_the_step_curve_says_what_sharing_decodes_out_gains(
+    chromium: Any, server: LiveServer
+) -> None:
+    """Drawn from ticks of the test's: 12 decodes on two stages, six a step, between 4 and 8."""
+    curve = [[1, 2, 4, 8, 16], [10.0, 10.0, 12.0, 16.0, 32.0]]
+    with opened(chromium, server) as watched:
+        watched.wait_for(LIVE)
+        assert watched.page.evaluate(SHOW_CURVE, [None, 12, [8, 8]]) is None
+        is_drawn, text = watched.page.evaluate(SHOW_CURVE, [curve, 12, [8, 8]])
+        assert is_drawn and text.startswith("12 decode, 6 a step: 14 ms.")
+        assert "All in one step would take 24 ms, 71 % longer" in text
+        assert watched.page.evaluate(SHOW_CURVE, [curve, 0, [8, 8]])[1] == "No request decodes."
+        assert (
+            watched.page.evaluate(SHOW_CURVE, [curve, 4, [16]])[1] == "4 decode, 4 a step: 12 ms."
+        )
 
 
 def test_the_chat_answers_and_shows_its_way_through_the_stages(

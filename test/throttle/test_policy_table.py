@@ -50,6 +50,7 @@ def throttles(draw: st.DrawFn) -> ThrottleArgs:
         min_prefill_tokens=draw(st.integers(1, min(limit, 64))),
         pause_free_share=draw(st.sampled_from([0.0, 0.05, 0.5])),
         dynamic_chunking=draw(st.booleans()),
+        ttft_weight=draw(st.sampled_from([0.0, 1.0]) | st.floats(0.0, 1e3)),
         target_tpot_ms=draw(targets_ms) if has_targets else None,
         target_ttft_ms=draw(targets_ms) if has_targets else None,
     )

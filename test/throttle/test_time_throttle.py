@@ -69,15 +69,15 @@ def test_while_nobody_knows_what_steps_take_it_throttles_tokens() -> None:
 
 
 def test_a_step_may_take_what_its_share_of_all_work_takes() -> None:
-    """Half of the decodes, an eighth of the prompts: 10 + 50 x 0.1 + 1000 x 0.1."""
+    """Half of the decodes, a twelfth of the prompts: 10 + 50 x 0.1 + 667 x 0.1."""
     found = budget(waiting_tokens=8000, running_decodes=100, ready_decodes=50)
     assert found.time is not None
-    assert found.time.step_ms == pytest.approx(10 + 5 + 100)
+    assert found.time.step_ms == pytest.approx(10 + 5 + 66.7)
     assert (found.bound_by, found.prefill_tokens, found.decodes) == ("WT", 2048, 50)
 
 
 def test_what_is_attended_to_counts() -> None:
-    """Decodes of context 400 and a prompt whose first part is cached."""
+    """Decodes of context 400 and a twelfth of a prompt whose first part is cached."""
     times = Times(attended_ms=1.0)
     found = step_ms(
         times=times,
@@ -86,12 +86,13 @@ def test_what_is_attended_to_counts() -> None:
         running_decodes=20,
         decode_attended_tokens=8000,
     )
-    assert found == pytest.approx(10 + 1 + 4 + 10 + 10)
+    assert found == pytest.approx(10 + 1 + 4 + 6.7 + 6.667)
 
 
 def test_samples_of_prompts_count_in_the_step_that_ends_them() -> None:
-    times = Times(row_ms=0.01, sample_ms=2.0)
-    assert step_ms(times=times, waiting_tokens=800, prompts=16) == pytest.approx(10 + 1 + 2 * 2)
+    times, at_once = Times(row_ms=0.01, sample_ms=2.0), replace(ARGS, prefill_spread_steps=1)
+    found = step_ms(at_once, times, waiting_tokens=800, prompts=16)
+    assert found == pytest.approx(10 + 8 + 16 * 2)
 
 
 def test_free_memory_bounds_it_as_a_share_of_the_largest_step() -> None:
@@ -136,7 +137,7 @@ def test_a_step_may_nearly_take_what_those_in_flight_take() -> None:
     """10 + 90 ms. Beside them a shorter one would idle; memory still bounds it."""
     longest = {"work_in_flight": (rows(900), rows(100))}
     assert step_ms(waiting_tokens=80, **longest) == pytest.approx(75.0)
-    assert step_ms(waiting_tokens=8000, **longest) == pytest.approx(110.0)
+    assert step_ms(waiting_tokens=8000, **longest) == pytest.approx(98.9)
     deep = step_ms(waiting_tokens=80, **longest, pipeline_depth=8)
     assert deep == pytest.approx(100 * (1 - 1 / 16))
     huge = (rows(9900),)
@@ -153,12 +154,23 @@ def test_what_steps_in_flight_take_is_predicted_only_when_asked_for() -> None:
     assert load(None, work_in_flight=(rows(9),)).in_flight_ms == 0.0
 
 
-@pytest.mark.parametrize(("depth", "steps"), [(1, 8), (2, 8), (4, 8), (6, 9), (8, 12), (16, 12)])
-def test_only_deep_pipelines_spread_prompts_over_more_steps_than_by_tokens(
+@pytest.mark.parametrize(("depth", "steps"), [(1, 1), (2, 12), (8, 12)])
+def test_prompts_are_spread_over_one_and_a_half_times_as_many_steps_as_by_tokens_at_most(
     depth: int, steps: int
 ) -> None:
-    found = step_ms(waiting_tokens=1440, pipeline_depth=depth)
-    assert found == pytest.approx(10 + 0.1 * 1440 / steps)
+    """Many decodes want it spread as far as may be, but on one stage they gain nothing by it."""
+    found = step_ms(waiting_tokens=1440, pipeline_depth=depth, running_decodes=1000 * depth)
+    assert found == pytest.approx(10 + 100 + 0.1 * 1440 / steps)
+
+
+def test_prompts_are_computed_sooner_where_few_decode_or_first_tokens_weigh_more() -> None:
+    """On two stages one decode wants 800 tokens in four steps, two thousand in twelve; alone they
+    take three."""
+    waiting = {"waiting_tokens": 800, "running_decodes": 1}
+    assert step_ms(ARGS, Times(), **waiting) == pytest.approx(10 + 0.1 + 80 / 4)
+    assert step_ms(waiting_tokens=800, running_decodes=2000) == pytest.approx(10 + 100 + 6.7)
+    weighed = replace(ARGS, ttft_weight=1e6)
+    assert step_ms(weighed, Times(), **waiting) == pytest.approx(10 + 0.1 + 0.1 * 267)
 
 
 # Decodes by time
@@ -224,21 +236,24 @@ def test_prompts_are_computed_faster_where_their_first_token_would_be_late() -> 
 
 
 def test_fewer_longer_steps_hold_a_target_where_each_has_a_high_price() -> None:
-    """In n steps of 100 + 80 / n ms, and one more: 8 take 990 ms, 2 take 420."""
-    found = budget(targeted(ttft_ms=420.0), Times(base_ms=100.0), waiting_tokens=800)
+    """Beside the decodes in n steps of 105 + 80 / n ms, and one more: 8 take 1035 ms, 3 take 527,
+    2 take 435."""
+    waiting = {"waiting_tokens": 800, "running_decodes": 100}
+    assert budget(targeted(ttft_ms=1040.0), Times(base_ms=100.0), **waiting).bound_by == "WT"
+    found = budget(targeted(ttft_ms=500.0), Times(base_ms=100.0), **waiting)
     assert found.time is not None
     assert (found.bound_by, found.missed) == ("TTFT", None)
-    assert found.time.step_ms == pytest.approx(100 + 40)
+    assert found.time.step_ms == pytest.approx(105 + 40)
 
 
 @pytest.mark.parametrize("wait_ms", [0.0, 1e6])
 def test_a_first_token_that_is_late_in_any_case_comes_as_soon_as_it_can(wait_ms: float) -> None:
-    """One step of 180 ms, and another to pass the pipeline, are done before two of 140."""
-    args = targeted(ttft_ms=350.0)
-    found = budget(args, Times(base_ms=100.0), waiting_tokens=800, newest_wait_ms=wait_ms)
+    """One step of 185 ms, and another to pass the pipeline, are done before two of 145."""
+    waiting = {"waiting_tokens": 800, "running_decodes": 100, "newest_wait_ms": wait_ms}
+    found = budget(targeted(ttft_ms=350.0), Times(base_ms=100.0), **waiting)
     assert found.time is not None
     assert (found.bound_by, found.missed) == ("TTFT", "TTFT")
-    assert found.time.step_ms == pytest.approx(100 + 80)
+    assert found.time.step_ms == pytest.approx(105 + 80)
 
 
 def test_where_both_cannot_be_met_the_time_to_the_first_token_gives() -> None:
@@ -255,6 +270,12 @@ def test_targets_are_times(wrong: dict[str, float]) -> None:
     (name,) = wrong
     with pytest.raises(ConfigurationError, match="--policy throttle-time"):
         ThrottleArgs(**{name: 5.0})  # type: ignore[arg-type]
+
+
+def test_the_weight_of_first_tokens_is_a_number_from_0_on() -> None:
+    for wrong in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigurationError, match="--ttft-weight"):
+            ThrottleArgs(policy="throttle-time", ttft_weight=wrong)
 
 
 # Chunks of equal latency under other policies

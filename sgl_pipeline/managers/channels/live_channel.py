@@ -65,11 +65,13 @@ class LiveTick(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The pipeline's state, and the events since the tick before.
 
     `state` has only the steps that ended since then, and only where they have changed the moves.
-    `queue` is None when it was not looked at. `missed_ticks` could not be sent before this one.
+    `queue` and `curve`, the milliseconds of steps of `CURVE_DECODES`, are None when they were not
+    looked at. `missed_ticks` could not be sent before this one.
     """
 
     state: PipelineState
     queue: tuple[QueueLine, ...] | None
+    curve: tuple[float, ...] | None = None
     followed: tuple[FollowedRequest, ...]
     carried: tuple[CarriedChunk, ...]
     missed_ticks: int

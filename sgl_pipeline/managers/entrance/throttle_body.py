@@ -31,6 +31,7 @@ class ThrottleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     min_prefill_tokens: int | UnsetType = UNSET
     pause_free_share: float | UnsetType = UNSET
     dynamic_chunking: bool | UnsetType = UNSET
+    ttft_weight: float | UnsetType = UNSET
     target_tpot_ms: float | UnsetType | None = UNSET
     target_ttft_ms: float | UnsetType | None = UNSET
     accounting: str | UnsetType = UNSET

@@ -10,6 +10,7 @@ import { Lanes } from "./lanes.js";
 import { byId, duration, figure } from "./look.js";
 import { Model } from "./model.js";
 import { Panels } from "./panels.js";
+import { StepCurve } from "./step_curve.js";
 
 const PANEL_MS = 500;
 const FRAME_MS = matchMedia("(prefers-reduced-motion: reduce)").matches ? 500 : 60;
@@ -21,6 +22,7 @@ const panels = new Panels(model);
 const chat = new Chat(model, lanes, drawLanes);
 const knobs = new Knobs(model);
 const goodput = new Goodput(model);
+const curve = new StepCurve(model);
 let droppedEvents = 0;
 
 function drawLanes() {
@@ -47,6 +49,7 @@ function updatePanels() {
   if (document.hidden) return;
   panels.update();
   charts.update();
+  curve.update();
   chat.update();
   goodput.update();
 }
@@ -124,7 +127,7 @@ function wire() {
     drawLanes();
   }, { passive: false });
   document.addEventListener("keydown", onKey);
-  document.addEventListener("themechange", () => { lanes.readColors(); charts.build(); drawLanes(); });
+  document.addEventListener("themechange", () => { lanes.readColors(); charts.build(); curve.clear(); drawLanes(); });
   new ResizeObserver(drawLanes).observe(canvas.parentElement);
   byId("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
 }

@@ -9,7 +9,7 @@ const POLL_MS = 5000;
 const NAMES = {
   policy: "policy", prefill_spread_steps: "spread over steps, #T", max_prefill_tokens: "most prompt tokens, #MaxP",
   min_prefill_tokens: "fewest prompt tokens, #MinP", pause_free_share: "pause below free share", accounting: "accounting",
-  dynamic_chunking: "chunks of equal time",
+  dynamic_chunking: "chunks of equal time", ttft_weight: "weight of first tokens",
   target_tpot_ms: "target per token, ms", target_ttft_ms: "target first token, ms",
 };
 

@@ -40,6 +40,7 @@ export class Model {
     this.recoveries = [];
     this.marks = [];
     this.queue = [];
+    this.curve = null;
     this.own = new Map();
     this.ended = [];
     this.totals = [];
@@ -56,6 +57,7 @@ export class Model {
     if (tick.moves) this.moves = tick.moves;
     if (tick.recoveries) this.recoveries = tick.recoveries;
     if (tick.queue) this.queue = tick.queue;
+    if (tick.curve) this.curve = tick.curve;
     for (const carried of tick.carried) this.#carry(carried);
     for (const one of tick.followed) this.#follow(one);
     for (const one of tick.ended) this.#end(one);

@@ -22,6 +22,7 @@ from sgl_pipeline.records.recovery_record import RecoveryRecord
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import RequestRecord, StepRecord
 from sgl_pipeline.scheduling.tenant_state import TenantState
+from sgl_pipeline.throttle.step_curve import CURVE_DECODES
 
 _encoder = msgspec.json.Encoder()
 
@@ -32,11 +33,13 @@ def server_sent_event(name: str, data: Any) -> bytes:
 
 
 def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
-    """One tick; `moves` and `queue` only where they were sent."""
+    """One tick; `moves`, `queue` and `curve` only where they were sent."""
     state = tick.state
     optional: dict[str, Any] = {}
     if tick.queue is not None:
         optional["queue"] = tick.queue
+    if tick.curve:
+        optional["curve"] = [CURVE_DECODES, [round(one, 3) for one in tick.curve]]
     if state.moves:
         optional["moves"] = [_move(record, state.now_s) for record in state.moves]
     if state.recoveries:

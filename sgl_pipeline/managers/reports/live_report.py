@@ -21,6 +21,7 @@ from sgl_pipeline.records.move_record import MoveRecord
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.throttle.step_curve import step_curve
 
 TICK_INTERVAL_S = 0.2
 IDLE_INTERVAL_S = 1.0
@@ -102,9 +103,11 @@ class LiveReport:
     def _send_tick(self, state: PipelineState) -> None:
         steps = self._new_steps(state)
         moves = state.moves if state.moves != self._moves else ()
+        queue = self._queue(state)
         tick = LiveTick(
             state=state.showing(steps, moves),
-            queue=self._queue(state),
+            queue=queue,
+            curve=None if queue is None else step_curve(self._scheduler.load()),
             followed=tuple(self._describe(request) for request in self._followed.values()),
             carried=tuple(self._carried),
             missed_ticks=self._num_missed,

@@ -17,7 +17,10 @@ from sgl_pipeline.throttle import Bound, Target
 
 _RECOVERY_SECONDS = (0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 60.0, 120.0)
 _HANDOVER_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_KNOBS = ("prefill_spread_steps", "max_prefill_tokens", "min_prefill_tokens", "pause_free_share")
+_KNOBS = (
+    *("prefill_spread_steps", "max_prefill_tokens", "min_prefill_tokens", "pause_free_share"),
+    "ttft_weight",
+)
 _MOVE_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 

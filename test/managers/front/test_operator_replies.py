@@ -453,6 +453,7 @@ def test_knobs_are_shown_with_ranges_and_the_past(office: Office) -> None:
     knobs = set(shown["ranges"])
     assert knobs - set(shown["policy_knobs"]["throttle-time"]) == set()
     unread = {"prefill_spread_steps", "pause_free_share", "target_tpot_ms", "target_ttft_ms"}
+    unread.add("ttft_weight")
     assert knobs - set(shown["policy_knobs"]["sarathi"]) == unread
     assert shown["history"] == [] and shown["revert"] is None
     assert shown["at_start"]["pause_free_share"] == 0.05

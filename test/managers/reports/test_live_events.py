@@ -13,6 +13,7 @@ from sgl_pipeline.pipeline.draft_state import DraftState
 from sgl_pipeline.pipeline.pipeline_state import OffloadState, PipelineState
 from sgl_pipeline.records.recovery_record import LostWorker, RecoveryRecord
 from sgl_pipeline.scheduling.tenant_state import TenantState
+from sgl_pipeline.throttle.step_curve import CURVE_DECODES
 
 # The order in which the page's model.js takes a step and its stages apart.
 STEP = (
@@ -54,6 +55,20 @@ def test_drafts_are_told_where_the_server_has_any() -> None:
 def test_an_ended_request_has_its_times_and_nothing_that_it_said() -> None:
     event = told(movable_core(2, 2).state(50.0).showing((step_record(7),), ()))
     assert event["ended"] == [["d", 11_000_000, 3, 1, 2, 0, 1000.0, 1500.0, 3000.0]]
+
+
+def test_the_step_curve_is_there_once_step_times_are_known() -> None:
+    state = movable_core(2, 2).state(50.0)
+    for curve in (None, ()):
+        tick = LiveTick(
+            state=state, queue=None, curve=curve, followed=(), carried=(), missed_ticks=0
+        )
+        assert "curve" not in describe_tick(tick, 1)
+    known = tuple(float(decodes) + 0.12345 for decodes in CURVE_DECODES)
+    tick = LiveTick(state=state, queue=None, curve=known, followed=(), carried=(), missed_ticks=0)
+    decodes, times_ms = describe_tick(tick, 1)["curve"]
+    assert decodes == CURVE_DECODES
+    assert times_ms == [round(one + 0.123, 3) for one in CURVE_DECODES]
 
 
 def test_moves_and_queue_are_there_only_when_told() -> None:

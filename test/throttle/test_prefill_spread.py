@@ -1,0 +1,121 @@
+"""Spread or fill: worked examples of the number of steps, and how it moves with the load."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.throttle.load_work import decode_work, with_waiting
+from sgl_pipeline.throttle.prefill_spread import best_spread, total_delay_ms
+from test.throttle.test_time_throttle import Times, load
+
+TIMES_10 = Times()
+
+
+def steps(
+    most_steps: int = 8, ttft_weight: float = 1.0, times: Times = TIMES_10, **changes: int
+) -> int:
+    return best_spread(load(times, **changes), times, most_steps, ttft_weight)[0]
+
+
+def test_a_lone_prompt_on_one_stage_is_computed_at_once() -> None:
+    assert steps(pipeline_depth=1, waiting_tokens=800) == 1
+
+
+def test_a_lone_prompt_in_a_pipeline_is_spread_until_more_steps_end_later() -> None:
+    """On two stages it is there after (n + 1) steps of 10 + 40 / n ms: 100, 90 and 93.3."""
+    assert steps(waiting_tokens=400) == 2
+
+
+def test_steps_are_filled_where_they_cost_the_decodes_little() -> None:
+    """One stage: n steps take 15 n + 80 ms, 80 more than without the prompt however many."""
+    assert steps(pipeline_depth=1, waiting_tokens=800, running_decodes=50) == 1
+
+
+def test_prefill_is_spread_where_rows_are_free_beside_decodes() -> None:
+    """The first 100 rows take the time of the weights: 50 decodes leave 50 of them to each step."""
+
+    class FreeRows(Times):
+        def step_ms(self, work: StepWork) -> float:
+            return 10.0 + max(0.0, work.tokens - 100) * 0.1
+
+    times = FreeRows()
+    assert steps(times=times, pipeline_depth=1, waiting_tokens=400, running_decodes=50) == 8
+    # A few wait less for a step of 400 rows than the prompt for eight steps.
+    assert steps(times=times, pipeline_depth=1, waiting_tokens=400, running_decodes=2) < 8
+
+
+def test_delays_add_up_over_all_requests() -> None:
+    """Two prompts in four steps of 50 ms on three stages are there after 2 and 4 steps, and the two
+    more that pass the pipeline; ten decodes lose 20 ms in six steps."""
+    state = load(pipeline_depth=3, waiting_tokens=800, prompts=2, running_decodes=10)
+    assert total_delay_ms(state, 4, 50.0, 20.0, 0.0) == pytest.approx(10 * 6 * 20.0)
+    assert total_delay_ms(state, 4, 50.0, 0.0, 0.5) == pytest.approx(0.5 * (4 + 6) * 50.0)
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "waiting_tokens": st.integers(1, 50_000),
+        "prompts": st.integers(1, 40),
+        "running_decodes": st.integers(0, 300),
+        "pipeline_depth": st.integers(1, 9),
+    }
+)
+TIMES = st.builds(Times, base_ms=st.floats(0.1, 50), row_ms=st.floats(1e-4, 1.0))
+
+
+@given(case=CASES, times=TIMES, most=st.integers(1, 2000), weight=st.floats(0.0, 100.0))
+def test_it_is_a_number_of_steps_and_their_time(
+    case: dict[str, int], times: Times, most: int, weight: float
+) -> None:
+    state = load(times, **case)
+    num_steps, step_ms = best_spread(state, times, most, weight)
+    assert 1 <= num_steps <= most
+    assert step_ms == times.step_ms(with_waiting(decode_work(state), state, 1, num_steps))
+
+
+@given(case=CASES, times=TIMES, weight=st.floats(0.0, 50.0), more=st.floats(1.0, 50.0))
+def test_the_more_first_tokens_weigh_the_sooner_they_come(
+    case: dict[str, int], times: Times, weight: float, more: float
+) -> None:
+    def waiting_ms(ttft_weight: float) -> float:
+        state = load(times, **case)
+        num_steps, step_ms = best_spread(state, times, 12, ttft_weight)
+        return total_delay_ms(state, num_steps, step_ms, 0.0, 1.0)
+
+    assert waiting_ms(weight + more) <= waiting_ms(weight) * (1 + 1e-9)
+
+
+@given(case=CASES, times=TIMES, factor=st.floats(0.5, 2.0))
+def test_a_factor_on_all_times_changes_nothing(
+    case: dict[str, int], times: Times, factor: float
+) -> None:
+    """A forecast that is a fifth off everywhere decides alike, but for numbers that are equal."""
+    scaled = replace(times, base_ms=factor * times.base_ms, row_ms=factor * times.row_ms)
+    state = load(times, **case)
+    found, step_ms = best_spread(state, times, 12, 1.0)
+    other, other_ms = best_spread(load(scaled, **case), scaled, 12, 1.0)
+    if found != other:
+        alone_ms = times.step_ms(decode_work(state))
+        delays = [
+            total_delay_ms(state, steps, ms, ms - alone_ms, 1.0)
+            for steps, ms in ((found, step_ms), (other, other_ms / factor))
+        ]
+        assert delays[0] == pytest.approx(delays[1])
+
+
+@given(case=CASES, times=TIMES)
+def test_a_load_that_drains_is_never_met_with_longer_steps(
+    case: dict[str, int], times: Times
+) -> None:
+    """No oscillation: prefill that goes as planned leaves steps that get shorter. Near the best
+    number several cost the same, so that chunks may swing by a fifth."""
+    left, last_ms = 1000 + case["waiting_tokens"], float("inf")
+    while left > 500:
+        state = load(times, **(case | {"waiting_tokens": left, "prompts": 1}))
+        num_steps, step_ms = best_spread(state, times, 12, 1.0)
+        assert step_ms <= 1.2 * last_ms
+        last_ms = min(last_ms, step_ms)
+        left -= -(-left // num_steps)
