@@ -194,7 +194,8 @@ def _profile(engine: Engine, num_requests: int, output_tokens: int) -> Profile:
 
     with running(engine, SCRATCH / "lone_token.log") as server:
         assert server is not None
-        info = requests.get(f"{engine.base_url}/server_info", timeout=_TIMEOUT_S).json()
+        reply = requests.get(f"{engine.base_url}/server_info", timeout=_TIMEOUT_S)
+        facts = reply.json()["internal_states"][0]
         for number in range(2):  # of which nothing counts
             stream(engine.base_url, body(number))
         num_before, before = len(trace_of(engine)), uses_of(server)
@@ -205,7 +206,7 @@ def _profile(engine: Engine, num_requests: int, output_tokens: int) -> Profile:
     return Profile(
         tpot_ms,
         tpot_unstreamed_ms,
-        sum(info["weight_bytes_of_stages"]),
+        sum(facts["weight_bytes_of_stages"]),
         lone_decodes(steps),
         uses,
     )
