@@ -105,13 +105,14 @@ def uses_of(server: psutil.Process) -> dict[int, ProcessUse]:
 
 def _use_of(process: psutil.Process) -> ProcessUse:
     with process.oneshot():
-        times, line = process.cpu_times(), " ".join(process.cmdline())
+        times, words = process.cpu_times(), process.cmdline()
     preemptions = 0
     for thread in process.threads():
         with open(f"/proc/{process.pid}/task/{thread.id}/status", encoding="utf-8") as status:
             counts = [one for one in status if one.startswith("nonvoluntary_ctxt_switches")]
         preemptions += int(counts[0].split()[1])
-    return ProcessUse(line[:60], times.user + times.system, preemptions)
+    name = words[words.index("-m") + 1] if "-m" in words else " ".join(words).strip()
+    return ProcessUse(name, times.user + times.system, preemptions)
 
 
 def main(argv: list[str] | None = None) -> int:
