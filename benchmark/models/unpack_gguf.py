@@ -2,8 +2,8 @@
 
     python -m benchmark.models.unpack_gguf build/models/smollm2 build/models/smollm2-16-bits
 
-Run by hand, seconds for a small model. Transformers reads the file, and each number is rounded to
-bf16; config and tokenizer are those with which our server serves it.
+Run by hand, seconds for a small model. Numbers, config and tokenizer are those with which our
+server serves the file in bf16.
 """
 
 import shutil
@@ -11,36 +11,32 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from benchmark.support.command import Command, Options
 from sgl_pipeline.args import require
-from sgl_pipeline.model_directory import find_gguf_file
-
-_TOKENIZER_FILES = ("tokenizer*", "generation_config.json", "chat_template*")
+from sgl_pipeline.gguf_index import INDEX_FILE, WEIGHTS_FILE
+from sgl_pipeline.pp_runner.weights.gguf_weights import GgufWeights
 
 
 def unpack_gguf(source: Path, target: Path) -> None:
     """Writes the GGUF file that `source` is, or the only one in it, into the new directory
     `target`."""
-    # Slow to import.
-    from sgl_pipeline.managers.command_line.model_files import find_model
-    from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
+    # It imports SGLang.
+    from sgl_pipeline.managers.command_line.model_files import find_model, require_tokenizer
 
-    install_torchvision_shim()
-    from transformers import AutoModelForCausalLM
-
-    path = find_gguf_file(source)
+    served = Path(find_model(str(source), None, None))
+    require_tokenizer(served)
     # An interrupted write must not look like a model.
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.bfloat16
-    )
-    model.save_pretrained(partial)
-    served = Path(find_model(str(path), None, None))
-    for pattern in _TOKENIZER_FILES:
-        for file in served.glob(pattern):
-            shutil.copy(file, partial)
+    partial.mkdir(parents=True)
+    weights = GgufWeights(served, torch.bfloat16, torch.device("cpu"))
+    tensors = {name: weights.read(name, weights.shape_of(name)) for name in weights.names()}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    for path in served.iterdir():
+        if path.name not in (INDEX_FILE, WEIGHTS_FILE):
+            shutil.copy(path, partial)
     partial.rename(target)
 
 

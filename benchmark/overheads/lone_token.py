@@ -4,13 +4,12 @@
     python -m benchmark.overheads.lone_token --model smollm2 --engine "ours --pp 1 --weights bf16"
 
 Run by hand on a quiet machine, a minute for each engine. Requests come one after the other; the
-steps are from the server's own trace, one row of output each. Beside them stands how long all cores
-together take to read the stages' weights once, from memory that no cache holds.
+steps are from the server's own trace. Beside them stands what each process takes of the cores
+meanwhile: a compute thread that another process takes from its core is waited for by all.
 """
 
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +18,6 @@ from typing import Any
 
 import psutil
 import requests
-import torch
 
 from benchmark.overheads.feature_overhead import stream
 from benchmark.support.command import Command, Options, Report, at_least_one, say
@@ -35,7 +33,6 @@ from sgl_pipeline.records.trace import StepRecord
 ENGINES = ("ours --pp 1",)
 PROMPT_TOKENS = 64
 _VOCABULARY = 30_000  # ids below are tokens of every model here
-_READ_BYTES = 256 * 2**20  # by each thread
 _TIMEOUT_S = 300.0
 
 
@@ -131,7 +128,6 @@ def _measure(options: Options) -> Report:
     engines = [
         parse_engine(text, model.path, options.port, SCRATCH, usable_cores()) for text in texts
     ]
-    read_rate = read_bytes_per_s(len(usable_cores()))
     tables, record = [], {}
     for engine in engines:
         found = _profile(engine, options.requests, options.output_tokens)
@@ -142,7 +138,7 @@ def _measure(options: Options) -> Report:
             "parts_ms": [[getattr(one, part.name) for part in fields(one)] for one in found.parts],
             "uses": [[one.name, one.seconds, one.preemptions] for one in found.uses],
         }
-        tables += [parts_table(engine.label, found, read_rate), use_table(found)]
+        tables += [parts_table(engine.label, found), use_table(found)]
         say(f"{engine.label}: {statistics.median(found.tpot_ms):.2f} ms a token")
     return Report(
         name="lone_token",
@@ -153,9 +149,8 @@ def _measure(options: Options) -> Report:
                 "requests": f"{options.requests} one after the other, "
                 f"{PROMPT_TOKENS} tokens in, {options.output_tokens} out",
             },
-            "memory": {"read by all cores together": f"{read_rate / 1e9:.1f} GB/s"},
         },
-        record={"read_bytes_per_s": read_rate, "engines": record},
+        record={"engines": record},
     )
 
 
@@ -213,7 +208,7 @@ def _profile(engine: Engine, num_requests: int, output_tokens: int) -> Profile:
     )
 
 
-def parts_table(label: str, found: Profile, read_bytes_per_s: float) -> str:
+def parts_table(label: str, found: Profile) -> str:
     """Markdown: medians, tenths and means of the steps' parts, and what they add up to."""
     columns: list[tuple[str, Callable[[TokenParts], float]]] = [
         (one.name, lambda parts, name=one.name: getattr(parts, name)) for one in fields(TokenParts)
@@ -228,8 +223,7 @@ def parts_table(label: str, found: Profile, read_bytes_per_s: float) -> str:
     note = (
         f"TPOT of a streamed answer {statistics.median(found.tpot_ms):.2f} ms, of one that comes "
         f"whole {statistics.median(found.tpot_unstreamed_ms):.2f} ms. Weights with embedding: "
-        f"{found.weight_bytes / 2**20:.0f} MiB, read once in "
-        f"{found.weight_bytes / read_bytes_per_s * 1e3:.2f} ms."
+        f"{found.weight_bytes / 2**20:.0f} MiB."
     )
     table = markdown_table(["part, ms", "p10", "median", "p90", "mean"], rows)
     return f"**{label}**\n\n{table}\n\n{note}"
@@ -246,23 +240,6 @@ def use_table(found: Profile) -> str:
         for one in found.uses
     ]
     return markdown_table(["process", "core ms a token", "preempted a token"], rows)
-
-
-def read_bytes_per_s(num_threads: int) -> float:
-    """The rate at which so many threads read memory together, each a sum over a part of its own:
-    the best of some rounds."""
-    parts = [torch.ones(_READ_BYTES // 4) for _ in range(num_threads)]
-    torch.set_num_threads(1)
-    best_s = float("inf")
-    for _ in range(10):
-        threads = [threading.Thread(target=part.sum) for part in parts]
-        began_s = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return _READ_BYTES * num_threads / best_s
 
 
 if __name__ == "__main__":

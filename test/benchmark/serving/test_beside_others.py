@@ -1,3 +1,4 @@
+import itertools
 import shlex
 from argparse import Namespace
 
@@ -26,7 +27,7 @@ def test_each_engine_of_a_width_has_the_copy_that_it_serves(width: str) -> None:
 
 def test_flags_name_every_engine_as_one_word_each() -> None:
     flags = flags_of("text", OPTIONS)
-    named = [after for flag, after in zip(flags, flags[1:], strict=False) if flag == "--engine"]
+    named = [after for flag, after in itertools.pairwise(flags) if flag == "--engine"]
     assert named == list(ENGINES["text"])
     assert flags[flags.index("--model") + 1] == "build/models/smollm2-16-bits"
     assert flags[-1] == "--no-save"
