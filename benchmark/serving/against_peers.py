@@ -17,9 +17,17 @@ Memory is the sum of the PSS of the server's processes right after a load.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from benchmark.support.command import Command, Options, Report, names_of, progress, say
+from benchmark.support.command import (
+    Command,
+    Options,
+    Report,
+    at_least_one,
+    names_of,
+    progress,
+    say,
+)
 from benchmark.support.engine import Engine
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.loads import ClientLoad, Load, MixedLoad
@@ -63,6 +71,9 @@ def main(argv: list[str] | None = None) -> int:
         help=f"of {', '.join(LOADS)} (default: the first {len(USUAL_LOADS)})",
     )
     command.add("--prefix-caches", action="store_true", help="on; a load's second run counts")
+    usual = WARM_UP.num_requests
+    text = f"requests of the run that comes first and does not count (default: {usual})"
+    command.add("--warm-up-requests", type=at_least_one, default=usual, help=text)
     return command.run(_compare, argv)
 
 
@@ -80,7 +91,7 @@ def _compare(options: Options) -> Report:
         )
         for text in options.engine or ENGINES
     ]
-    warm_up = _ready("warm-up", WARM_UP, model)
+    warm_up = _ready("warm-up", replace(WARM_UP, num_requests=options.warm_up_requests), model)
     loads = [_ready(name, LOADS[name], model) for name in names]
     times_each = 2 if options.prefix_caches else 1
     runs: dict[str, list[Run]] = {name: [] for name in names}

@@ -2,10 +2,12 @@
 
     python -m benchmark.speculation.draft_speed
     python -m benchmark.speculation.draft_speed --clients 1,64 --pp 2 --rounds 3
+    python -m benchmark.speculation.draft_speed --model 0.27b --temperature 1
 
 Run by hand on a quiet machine. Both servers are up and take turns (A B, B A). One client asks the
-prompts of a kind one after the other; several share those of all kinds. Answers are greedy and must
-be the same tokens, or the exit code is 1.
+prompts of a kind one after the other; several share those of all kinds, one each at least. Random
+weights are asked with random ids: greedy, they fall into loops, which drafts foretell; at
+temperature 1 no draft is right. Answers must be the same tokens, or the exit code is 1.
 """
 
 import sys
@@ -14,12 +16,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, cycle, islice
+from random import Random
 from statistics import median
 from typing import Any
 
 import requests
 
+from benchmark.models.make_model import FIRST_FILLER, PRESETS
 from benchmark.speculation.prompts import SCHEMAS, chat_ids
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
@@ -33,6 +37,8 @@ from benchmark.support.paths import SCRATCH
 _DRAFTS = "--speculative-algorithm NGRAM"
 _OFF, _ON = "off", "on"
 _ALL_KINDS = "all kinds"
+_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 8, 128
+_SEED = 1
 _TIMEOUT_S = 600.0
 
 
@@ -68,16 +74,25 @@ class Answers:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, rounds=5, port=31700)
-    command.add("--model", default="smollm2", choices=MODELS, help="(default: smollm2)")
+    known = [*MODELS, *PRESETS]
+    command.add("--model", default="smollm2", choices=known, help="(default: smollm2)")
     command.add("--pp", type=at_least_one, default=1, help="stages (default: 1)")
     command.add("--clients", default="1,16", help="numbers of clients (default: 1,16)")
     command.add("--output-tokens", type=at_least_one, default=128)
+    command.add("--temperature", type=float, default=0.0, help="(default: 0, greedy)")
     return command.run(_measure, argv)
 
 
 def _measure(options: Options) -> Report:
     model = measured_model(options.model)
-    prompts = chat_ids(model.directory)
+    preset = PRESETS.get(options.model)
+    prompts = chat_ids(model.directory) if preset is None else random_ids(preset.vocab_size)
+    sampling = {
+        "temperature": options.temperature,
+        "sampling_seed": _SEED,
+        "max_new_tokens": options.output_tokens,
+        "ignore_eos": preset is not None,
+    }
     loads = [one for number in options.clients.split(",") for one in loads_of(prompts, int(number))]
     runs: list[Answers] = []
     with ExitStack() as stack:
@@ -90,12 +105,12 @@ def _measure(options: Options) -> Report:
             engines[drafts] = engine
         for load in loads:  # of which nothing counts
             for drafts in engines:
-                _ask_all(engines[drafts], drafts, load, 0, options.output_tokens)
+                _ask_all(engines[drafts], drafts, load, 0, sampling)
         with progress(2 * options.rounds * len(loads), "runs") as bar:
             for load in loads:
                 for round_number, drafts in turns([_OFF, _ON], options.rounds):
                     engine = engines[drafts]
-                    runs.append(_ask_all(engine, drafts, load, round_number, options.output_tokens))
+                    runs.append(_ask_all(engine, drafts, load, round_number, sampling))
                     bar.update()
                 say(f"{load.name}: {', '.join(f'{one:.2f}' for one in ratios(runs)[load.name])}")
     return Report(
@@ -109,6 +124,7 @@ def _measure(options: Options) -> Report:
             },
             "Load": {
                 "output tokens": str(options.output_tokens),
+                "temperature": f"{options.temperature:g}",
                 "rounds": str(options.rounds),
                 "prompts": ", ".join(f"{len(ids)} {kind}" for kind, ids in prompts.items()),
             },
@@ -123,17 +139,28 @@ def _measure(options: Options) -> Report:
     )
 
 
+def random_ids(vocab_size: int) -> dict[str, list[list[int]]]:
+    """Prompts of one kind for a model of random weights: its fillers in no order."""
+    random = Random(_SEED)
+    fillers = range(FIRST_FILLER, vocab_size)
+    prompts = [random.choices(fillers, k=_RANDOM_PROMPT_TOKENS) for _ in range(_RANDOM_PROMPTS)]
+    return {"random ids": prompts}
+
+
 def loads_of(prompts: Mapping[str, Sequence[Sequence[int]]], clients: int) -> list[Load]:
-    """The loads of so many clients: each kind by itself for one, all kinds for several."""
+    """The loads of so many clients: each kind by itself for one; for several all kinds, from the
+    first again where there are fewer prompts than clients."""
     of_kinds = [
         Load(kind, 1, tuple(map(tuple, of_kind)), (SCHEMAS.get(kind, ""),) * len(of_kind))
         for kind, of_kind in prompts.items()
     ]
     if clients == 1:
         return of_kinds
-    in_turn = chain.from_iterable(zip(*(one.prompts for one in of_kinds), strict=True))
-    schemas = chain.from_iterable(zip(*(one.schemas for one in of_kinds), strict=True))
-    return [Load(_ALL_KINDS, clients, tuple(in_turn), tuple(schemas))]
+    in_turn = tuple(chain.from_iterable(zip(*(one.prompts for one in of_kinds), strict=True)))
+    schemas = tuple(chain.from_iterable(zip(*(one.schemas for one in of_kinds), strict=True)))
+    count = max(clients, len(in_turn))
+    asked, held = (tuple(islice(cycle(each), count)) for each in (in_turn, schemas))
+    return [Load(_ALL_KINDS, clients, asked, held)]
 
 
 def ratios(runs: Sequence[Answers]) -> dict[str, list[float]]:
@@ -178,10 +205,9 @@ def unequal(runs: Sequence[Answers]) -> list[str]:
 
 
 def _ask_all(
-    engine: Engine, drafts: str, load: Load, round_number: int, output_tokens: int
+    engine: Engine, drafts: str, load: Load, round_number: int, sampling: Mapping[str, Any]
 ) -> Answers:
     """Raises EngineFailure for a request that fails."""
-    sampling = {"temperature": 0, "max_new_tokens": output_tokens}
 
     def ask(prompt: Sequence[int], schema: str) -> tuple[int, ...]:
         held = {"json_schema": schema} if schema else {}

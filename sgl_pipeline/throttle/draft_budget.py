@@ -23,13 +23,16 @@ LEAST_GAIN = 2.0
 # Rows of a step while its time cannot be predicted. On CPUs four take at most 6 % more than one.
 ROWS_UNTIMED = 4
 
-_KEPT = 0.9
+# Of what was seen before a step with drafts, and one without. A trial costs a step of many requests
+# more than its forecast says where one row more begins a tile of rows: trials must be rare.
+_KEPT, _KEPT_IDLE = 0.9, 0.99
 _PRIOR_WEIGHT = 2.0
 
 
 class Acceptance(NamedTuple):
     """The draft tokens of a request that were `checked`, and those that were `right`: sums in which
-    a step counts a tenth less with every later one. `prior_chance` is the chance before any."""
+    a step counts a tenth less with every later one that had drafts, and a hundredth less with one
+    that had none. `prior_chance` is the chance before any."""
 
     checked: float = 0.0
     right: float = 0.0
@@ -44,10 +47,9 @@ class Acceptance(NamedTuple):
         """After a step with `drafted` draft tokens, of which the first `right` were right. What
         follows a wrong one was not checked. A request without drafts is slowly forgotten, so that
         it gets another trial."""
+        kept = _KEPT if drafted else _KEPT_IDLE
         checked = min(drafted, right + 1)
-        return self._replace(
-            checked=_KEPT * self.checked + checked, right=_KEPT * self.right + right
-        )
+        return self._replace(checked=kept * self.checked + checked, right=kept * self.right + right)
 
 
 def may_draft(load: PipelineLoad, budget: TokenBudget) -> bool:

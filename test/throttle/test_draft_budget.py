@@ -166,6 +166,15 @@ def test_the_expected_chance_follows_what_was_right() -> None:
     for _ in range(20):
         acceptance = acceptance.after(1, 0)
     assert acceptance.chance < 0.45
-    for _ in range(60):
+    for _ in range(600):
         acceptance = acceptance.after(0, 0)
     assert acceptance.chance == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_request_whose_drafts_are_wrong_is_seldom_tried_again() -> None:
+    acceptance, trials = Acceptance(), 0
+    for _ in range(128):
+        is_tried = acceptance.chance >= 0.25
+        trials += is_tried
+        acceptance = acceptance.after(4 if is_tried else 0, 0)
+    assert 3 < trials < 16

@@ -1,7 +1,9 @@
+from benchmark.models.make_model import FIRST_FILLER
 from benchmark.speculation.draft_speed import (
     Answers,
     Load,
     loads_of,
+    random_ids,
     ratio_table,
     ratios,
     unequal,
@@ -38,5 +40,18 @@ def test_one_client_asks_each_kind_by_itself_and_several_share_all() -> None:
         Load("chat", 1, ((1,), (2,)), ("", "")),
         Load(kind, 1, ((3,), (4,)), (schema, schema)),
     ]
-    shared = Load("all kinds", 16, ((1,), (3,), (2,), (4,)), ("", schema) * 2)
-    assert loads_of(prompts, 16) == [shared]
+    shared = Load("all kinds", 4, ((1,), (3,), (2,), (4,)), ("", schema) * 2)
+    assert loads_of(prompts, 4) == [shared]
+
+
+def test_each_of_many_clients_has_a_prompt() -> None:
+    (load,) = loads_of({"chat": [[1], [2]], "JSON": [[3], [4]]}, 6)
+    assert load.prompts == ((1,), (3,), (2,), (4,), (1,), (3,))
+
+
+def test_random_prompts_are_equal_from_run_to_run_and_fit_the_vocabulary() -> None:
+    prompts = random_ids(300)
+    assert prompts == random_ids(300)
+    (of_kind,) = prompts.values()
+    assert {token for prompt in of_kind for token in prompt} <= set(range(FIRST_FILLER, 300))
+    assert len({tuple(prompt) for prompt in of_kind}) == len(of_kind)
