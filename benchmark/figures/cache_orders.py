@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as Canvas
 from benchmark.figures.figure import Figure, Options, Row, change, distinct, numbers, run, select
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster
-from sgl_pipeline.simulator.summary import ttft_ms
+from sgl_pipeline.simulator.summary import latency
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import (
     Segment,
@@ -54,7 +54,8 @@ def compute(options: Options) -> list[Row]:
                 max_overtakes=max_overtakes,
             )
             simulation = run(CLUSTER, ThrottleArgs(), workload, scheduling)
-            worst = max(ttft_ms(one) for one in simulation.requests if one.token_times_s)
+            served = filter(None, map(latency, simulation.requests))
+            worst = max(one.ttft_ms for one in served)
             load = "all at once" if rate == float("inf") else f"{rate:g} req/s"
             row = {"load": load, "variant": variant, "worst_ttft_ms": worst}
             rows.append(row | numbers(simulation))

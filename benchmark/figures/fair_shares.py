@@ -15,7 +15,7 @@ from sgl_pipeline.requests import RequestState
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import summarize, ttft_ms
+from sgl_pipeline.simulator.summary import latency, summarize
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 from sgl_pipeline.throttle import make_policy
 
@@ -126,7 +126,7 @@ def _flooded(policy: str, options: Options) -> list[Row]:
 
 def _row(policy: str, prompt: int, case: str, simulation: Simulation) -> Row:
     asked = [one for one in simulation.requests if one.asked.tenant == "light"]
-    first_ms = [ttft_ms(one) for one in asked]
+    first_ms = [one.ttft_ms for one in filter(None, map(latency, asked))]
     summary = summarize(simulation)
     return {
         "load": "flood",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -211,7 +212,7 @@ def _profile(engine: Engine, num_requests: int, output_tokens: int) -> Profile:
 def parts_table(label: str, found: Profile) -> str:
     """Markdown: medians, tenths and means of the steps' parts, and what they add up to."""
     columns: list[tuple[str, Callable[[TokenParts], float]]] = [
-        (one.name, lambda parts, name=one.name: getattr(parts, name)) for one in fields(TokenParts)
+        (one.name, attrgetter(one.name)) for one in fields(TokenParts)
     ]
     columns.append(("whole", lambda parts: parts.whole))
     rows = []

@@ -211,7 +211,7 @@ def _ask_all(
 
     def ask(prompt: Sequence[int], schema: str) -> tuple[int, ...]:
         held = {"json_schema": schema} if schema else {}
-        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling | held}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": {**sampling, **held}}
         reply = requests.post(f"{engine.base_url}/generate", json=body, timeout=_TIMEOUT_S)
         if reply.status_code != 200:
             raise EngineFailure(f"{engine.label}: status {reply.status_code}: {reply.text[:300]}")

@@ -83,6 +83,18 @@ class FairOrder:
         flow = self._least.first()
         return None if flow is None else flow.order.first()
 
+    def serve(self, request: Request) -> None:
+        """`request`, which is first, is served: it leaves."""
+        self._flow_of[request].order.serve(request)
+        self.discard(request)
+
+    def why_before(self, first: Request, second: Request) -> str:
+        """Why the waiting `first` is served before `second` of its tenant; empty for another's."""
+        flow = self._flow_of.get(first)
+        if flow is None or (first.tenant, first.priority) != (second.tenant, second.priority):
+            return ""
+        return flow.order.why_before(first, second)
+
     def rank(self, request: Request) -> Rank:
         """The place of `request` among those of all tenants."""
         return (-request.priority, *self._tenants.get(request.tenant).rank, request.order)

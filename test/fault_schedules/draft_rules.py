@@ -1,6 +1,7 @@
 """Holds the drafts of one scheduler to their promise, which is to displace nobody; and drafts of
 which most tokens are right."""
 
+from collections.abc import Sequence
 from random import Random
 
 from fault_schedules.fake_model import VOCABULARY, Oracle
@@ -27,6 +28,10 @@ class MostlyRight:
             (token + (random.random() < WRONG_SHARE)) % VOCABULARY
             for token in self._right[start : start + num_tokens]
         )
+
+    def next_token(self, after: Sequence[int]) -> int | None:
+        position = len(self._request.output_ids) + len(after)
+        return self._right[position] if position < len(self._right) else None
 
 
 class DraftRules:
