@@ -33,7 +33,10 @@ class LentRooms:
         if room in self._sessions:
             return
         self._sessions[room] = session
-        reason = self._lent.lend(room, message.num_pages, message.num_tokens)
+        if self._lent.page_hash(room, message.num_pages - 1) != message.page_hash:
+            reason: str | None = "the prompt that it holds for the room is another one"
+        else:
+            reason = self._lent.lend(room, message.num_pages, message.num_tokens)
         if reason is not None:
             self._outbox.append((session, NotLent(room, reason)))
 

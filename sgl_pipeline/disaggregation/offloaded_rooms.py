@@ -65,7 +65,7 @@ class OffloadedRooms:
             self.last_refusal = reason
             return False
         self._arrivals.ask_to_lend(request, room.peer)
-        self._ask(room, now_s)
+        self._ask(room, now_s, self._arrivals.page_hash(request, num_pages - 1))
         return True
 
     def keep(self, room: BorrowingRoom, now_s: float) -> None:
@@ -73,12 +73,13 @@ class OffloadedRooms:
         if room.asked_s is None or now_s - room.asked_s > REPEAT_S:
             self._ask(room, now_s)
 
-    def _ask(self, room: BorrowingRoom, now_s: float) -> None:
+    def _ask(self, room: BorrowingRoom, now_s: float, page_hash: bytes = b"") -> None:
         room.asked_s = now_s
         prompt_ids, stops = room.request.prompt_ids, room.request.stops
         # The last new token is never fed back, so its key and value are never stored.
         num_tokens = len(prompt_ids) + max(0, stops.max_new_tokens - 1)
-        self._servers.send(room.peer, Borrow(room.number, self._pages_to_borrow(room), num_tokens))
+        num_pages = self._pages_to_borrow(room)
+        self._servers.send(room.peer, Borrow(room.number, num_pages, num_tokens, page_hash))
 
     def _pages_to_borrow(self, room: BorrowingRoom) -> int:
         """Of the pages that can be read those before the first token to compute."""

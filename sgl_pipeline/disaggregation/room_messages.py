@@ -75,11 +75,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Borrow(msgspec.Struct, frozen=True, tag=True):
     """The first `num_pages` offered pages of a room that is ready shall stay where they are, with
     room for `num_tokens` tokens in all: the prefill server computes the attention over them. It
-    answers `Lent` or `NotLent`, once. Said again now and then while the lease is used."""
+    answers `Lent` or `NotLent`, once. Said again now and then while the lease is used.
+
+    `page_hash` is that of the last of these pages (`page_hash.py`), and so of all before it: a room
+    of the same number may have another prompt. Where the lease is used it is empty.
+    """
 
     room: RoomNumber
     num_pages: Count
     num_tokens: Count
+    page_hash: bytes = b""
 
 
 class Lent(msgspec.Struct, frozen=True, tag=True):

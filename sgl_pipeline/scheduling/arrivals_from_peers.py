@@ -192,6 +192,11 @@ class ArrivalsFromPeers:
         arrival = self._held.get(request)
         return arrival is None or not self._lacks_any(request, arrival)
 
+    def page_hash(self, request: Request, index: int) -> bytes:
+        """The hash of a page of the waiting `request`."""
+        path = self._waiting.path_of(request)
+        return prefix_hashes(path, self._storage.page_size)[index]
+
     def pages_here(self, request: Request) -> int:
         """Pages of the held `request` that were found and are cached."""
         return self._pages_here(request, self._held[request])

@@ -94,6 +94,13 @@ class HeldPages:
         held = self._held.get(room)
         return 0 if held is None else len(held.pages)
 
+    def page_hash(self, room: int, index: int) -> bytes | None:
+        """The hash of a page that is held for the room; None if there is none."""
+        held = self._held.get(room)
+        if held is None or not 0 <= index < len(held.pages):
+            return None
+        return prefix_hashes(held.end, self._storage.page_size)[index]
+
     def prompt_of(self, room: int) -> _Held | None:
         """The prompt that is held for the room, if there is one."""
         return self._held.get(room)

@@ -78,6 +78,10 @@ class LentPages:
         """Leases that are not over."""
         return len(self._leases)
 
+    def page_hash(self, room: int, index: int) -> bytes | None:
+        """The hash of a page that is held for the room; None if there is none."""
+        return self._held.page_hash(room, index)
+
     def lend(self, room: int, num_pages: int, num_tokens: int) -> str | None:
         """Lends the first `num_pages` held pages of the room and as many more as `num_tokens`
         tokens need. Returns why not, if it does not."""

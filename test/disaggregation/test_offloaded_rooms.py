@@ -82,6 +82,19 @@ def test_a_prompt_of_whole_pages_computes_its_last_page_here() -> None:
     world.check()
 
 
+def test_a_room_whose_number_has_another_prompt_lends_nothing() -> None:
+    world, prefill, decode = pair()
+    number = world.new_room()
+    world.submit(prefill, room_request("p", [5, *PROMPT], 1, Room(number)))
+    second = room_request("d", PROMPT, 9, Room(number, prefill.name))
+    world.submit(decode, second)
+    for _ in range(20):
+        world.step()
+    assert second.lease is None and not second.output_ids
+    assert "the room is another one" in decode.rooms.offloading.last_refusal
+    assert prefill.tier.lent.num_leases == 0
+
+
 def test_a_lost_stage_of_the_prefill_server_costs_time_only() -> None:
     world, prefill, decode = pair()
     second = both(world)

@@ -87,9 +87,10 @@ class DisaggregatedWorld:
         # Its own, so that seeds without leases are what they would be without this part.
         self._lease_rng = Random(f"worlds with leases {seed}")
         self._has_leases = has_leases(seed)
-        # Now and then a server is given another model.
+        # Now and then a server is given another model. What it says last may be lost in a stream
+        # that breaks, and the other half then waits for its time limit.
         self._other_digests = 0.0
-        if not self._is_clean:
+        if not self._is_patient:
             self._other_digests = self._lease_rng.choice((*[0.0] * 9, 0.4))
         self._page_size = rng.choice((1, 2, 4))
         self._num_layers = MOST_STAGES + rng.choice((0, 1, 2))
