@@ -162,7 +162,7 @@ def _weighted(policy: str, options: Options) -> Row:
 
 
 def _flood_rows(rows: Sequence[Row], policy: str, prompt: int) -> list[Row]:
-    """Those of `CASES`."""
+    """The rows of `CASES`, in order."""
     chosen = {"load": "flood", "policy": policy, "light_prompt": prompt}
     return [select(rows, **chosen, case=case)[0] for case in CASES]
 

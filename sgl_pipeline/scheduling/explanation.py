@@ -205,7 +205,7 @@ class RequestExplainer:
         return _explanation(request, "budget", text)
 
     def _behind_share(self, request: Request) -> str:
-        """That the tenant of `request` is behind its share, if it is."""
+        """Says that the tenant of `request` is behind its share, if it is."""
         text = None if self._shares is None else self._shares.behind_text(request.tenant)
         return "" if text is None else f"; {text}"
 

@@ -84,14 +84,14 @@ class FairShares:
         return get(name).virtual_time - get(other).virtual_time
 
     def ahead_text(self, name: str, other: str) -> str:
-        """That tenant `name` is ahead of its share, in words, beside `other`, which is not."""
+        """Says that tenant `name` is ahead of its share beside `other`, which is not."""
         return (
             f"tenant {name!r} is ahead of its share: by weight it has had "
             f"{self.lead(name, other):.0f} {self.tenants.unit} more than {other!r}, which is next"
         )
 
     def behind_text(self, name: str) -> str | None:
-        """That tenant `name` is behind its share, in words; None if it is not. Looks at all running
+        """Says that tenant `name` is behind its share; None if it is not. Looks at all running
         requests."""
         others = {one.tenant for one in self._running} - {name}
         most = max(others, key=lambda other: self.lead(other, name), default=None)
@@ -103,5 +103,5 @@ class FairShares:
         )
 
     def states(self) -> tuple[TenantState, ...]:
-        """What a snapshot shows of the tenants."""
+        """The tenants as a snapshot shows them."""
         return states_of(self.tenants, self._running)

@@ -26,7 +26,7 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 
 @dataclass(slots=True)
 class _Holding:
-    """What one tenant holds now; pages of a prefix that several requests use count for each.
+    """The possessions of one tenant; pages of a prefix that several requests use count for each.
     `first` is the first in order of its running requests."""
 
     weight: float
@@ -134,7 +134,7 @@ class FairVictims:
         )
 
     def _holdings(self) -> dict[str, _Holding]:
-        """What each tenant holds that runs anything."""
+        """The possessions of each tenant that runs anything."""
         holdings: dict[str, _Holding] = {}
         for one in self._running:
             holding = holdings.get(one.tenant)

@@ -1,14 +1,14 @@
 """A snapshot of the tenants, of a bounded number of them."""
 
+from dataclasses import dataclass
 from typing import Literal
-
-import msgspec
 
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.tenants import Tenants
 
 
-class TenantState(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantState:
     """One tenant, or all that are counted together as "other" (`tenant_totals.py`).
 
     `service` since the start is in predicted milliseconds, or in weighted tokens while step times

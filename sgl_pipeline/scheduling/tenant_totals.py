@@ -34,5 +34,5 @@ class TenantTotals:
         self.service[label] = self.service.get(label, 0.0) + service
 
     def begin_anew(self) -> None:
-        """What is counted from now on is in another unit."""
+        """Counts in another unit from now on."""
         self.service.clear()

@@ -151,7 +151,7 @@ class Tenants:
         self._moved(tenant)
 
     def prompt_level(self, tenant: Tenant, num_tokens: int) -> float:
-        """What a prompt of `num_tokens` tokens is expected to add to the tenant's level."""
+        """The expected rise of the tenant's level by a prompt of `num_tokens` tokens."""
         return prefill_service(0, num_tokens, self._times) / tenant.weight
 
     def charge(self, chunks: Sequence[Chunk], work: StepWork, times: StepTimes | None) -> None:

@@ -33,8 +33,8 @@ class RequestTenants:
         self._header = header_of(by)
 
     async def begin(self, request: Any) -> None:
-        """What is sent from now on, until the next call in this context, belongs to `request`; None
-        for a request that came by no route."""
+        """Takes `request` for the sender of all that is sent until the next call in this context;
+        None: it came by no route."""
         _name.set(None if request is None else await self._name_of(request))
 
     def mark(self, message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whose request a message is (`entrance/request_tenant.py` writes it)."""
+"""The tenant of a message (`entrance/request_tenant.py` writes it)."""
 
 from dataclasses import dataclass
 

@@ -120,7 +120,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "recovery_log_pages": state.log_pages,
         "replayed_tokens_of_stages": list(state.replayed_tokens),
         "store": None if state.tier is None else msgspec.structs.asdict(state.tier),
-        "tenants": [msgspec.structs.asdict(one) for one in state.tenants],
+        "tenants": [asdict(one) for one in state.tenants],
         "rooms": None if state.rooms is None else msgspec.structs.asdict(state.rooms),
         "recoveries": [_describe_recovery(record, state.now_s) for record in state.recoveries],
     }
