@@ -84,9 +84,9 @@ def capacity_ratio(
 
 
 def trial_ratios(one: RateTrial, other: RateTrial, target: LatencyTarget) -> dict[str, Estimate]:
-    """What `one` is as a multiple of `other`, served at the same rate in the same rounds: goodput,
-    mean TTFT and TPOT of the requests that were served, and tokens/s. A share of nothing is none:
-    where `other` has no goodput in a sample, the ratio is infinite."""
+    """The measures of `one` as multiples of those of `other`, served at the same rate in the same
+    rounds: goodput, mean TTFT and TPOT of the requests that were served, and tokens/s. Where
+    `other` has no goodput in a sample, that ratio is infinite."""
     pairs = {
         "goodput": [_met([trial], target)[0] for trial in (one, other)],
         "TTFT": [_values(trial, 0) for trial in (one, other)],

@@ -130,7 +130,7 @@ def throttle_of(options: argparse.Namespace) -> ThrottleArgs:
 
 
 def throttle_in_force(knobs: Mapping[str, Any], policy: str) -> ThrottleArgs:
-    """That of a running server with these knobs, under that policy."""
+    """The throttle of a running server with these knobs, under that policy."""
     values = {name: value for name, value in knobs.items() if name != "accounting"}
     return ThrottleArgs(**(values | {"policy": policy}))
 

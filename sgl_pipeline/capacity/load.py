@@ -51,7 +51,7 @@ class CapacityLoad:
 
     def requests(self, rate_per_s: float, round_number: int) -> list[SimulatedRequest]:
         """The requests of a round, by arrival; at another rate they are the same, and arrive at the
-        same moments but for a factor. Infinity: all at once.
+        same moments up to a factor. Infinity: all at once.
 
         Raises ConfigurationError for a trace that cannot be read or has conversations.
         """

@@ -94,7 +94,7 @@ class MeasuredServer:
                 return
             if time.monotonic() > deadline_s:
                 raise ConfigurationError(
-                    f"{self.url} is not idle: somebody else uses it ({reply.text[:200]})"
+                    f"{self.url} is not idle: it has other requests ({reply.text[:200]})"
                 )
             time.sleep(_FLUSH_POLL_S)
 

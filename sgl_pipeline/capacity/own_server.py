@@ -54,7 +54,7 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
 
 
 def _free_port() -> int:
-    """A port of the loopback that nobody has at the moment."""
+    """A port of the loopback that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -17,26 +17,26 @@ from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
 from sgl_pipeline.managers.planning.cost_files import DIRECTORY_VARIABLE, save_costs
 
 pytestmark = pytest.mark.multiproc
-LENGTHS = LengthRange(input_tokens=256, output_tokens=8, ratio=0.5)
+LENGTHS = LengthRange(input_tokens=128, output_tokens=4, ratio=0.5)
 NUM_LAYERS = 16
 FLAGS = ["--model", str(DEMO_MODEL), "--dtype", "float32", "--cpu-threads-per-stage", "1"]
-FLAGS += ["--input-tokens", "256", "--output-tokens", "8", "--range-ratio", "0.5"]
-FLAGS += ["--requests", "30", "--rounds", "1"]
+FLAGS += ["--input-tokens", "128", "--output-tokens", "4", "--range-ratio", "0.5"]
+FLAGS += ["--requests", "20", "--rounds", "1"]
 
 
 @pytest.fixture
 def ttft_ms(demo_server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> float:
-    """A target that holds for a few requests and not for thirty at once; costs like the server's
+    """A target that holds for a few requests and not for twenty at once; costs like the server's
     are saved, so that the prediction has a capacity as well."""
-    load = CapacityLoad(source=LENGTHS, num_requests=30)
+    load = CapacityLoad(source=LENGTHS, num_requests=20)
     asked = load.apart(5, 0.0)
     client = LoadClient(demo_server.url, 200, None)
     client.alone(asked)
     alone = [one for one in client.alone(load.apart(10, 0.0)[5:]).latencies if one is not None]
     first_ms = sum(one.ttft_ms for one in alone) / len(alone)
     further_ms = sum(one.tpot_ms or 0.0 for one in alone) / len(alone)
-    # Prompts have 192 tokens on average.
-    row_ms = max(0.0, first_ms - further_ms) / 191 / NUM_LAYERS
+    # Prompts have 96 tokens on average.
+    row_ms = max(0.0, first_ms - further_ms) / 95 / NUM_LAYERS
     rows = RowCost((1.0,), (further_ms / NUM_LAYERS,), row_ms)
     costs = StepCosts(
         layer=LayerCost(rows, 0.0, 0.0, 0.0),
@@ -84,7 +84,7 @@ def test_policies_take_turns_on_one_server_which_gets_its_own_back(
     found = run(demo_server, ttft_ms, tmp_path / "found.json", *flags)
     measured = [one for one in found.sides if one.side == "measured"]
     assert [one.policy for one in measured] == ["sarathi", "throttle"]
-    assert [row.num_requests for one in measured for row in one.rates] == [30, 30]
+    assert [row.num_requests for one in measured for row in one.rates] == [20, 20]
     (ratio,) = [one for one in found.ratios if one.side == "measured"]
     assert (ratio.policy, ratio.against, ratio.rate_per_s) == ("throttle", "sarathi", 4.0)
     assert in_force() == before
