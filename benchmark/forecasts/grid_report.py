@@ -61,7 +61,7 @@ def gain(other: Row, own: Row, column: str, more_is_better: bool) -> float:
 
 
 def _reason(other: Row, own: Row) -> str:
-    """What differs in the steps of the two."""
+    """The difference of the two in their steps."""
     idle = other["bubble_share"] - own["bubble_share"]
     size = other["step_tokens"] / own["step_tokens"]
     return f"steps {size:.2f} times as large, stages idle {100 * idle:+.1f} points"

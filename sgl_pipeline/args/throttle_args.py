@@ -29,8 +29,8 @@ class ThrottleArgs:
     prefill_spread_steps: int = our_flag(
         8,
         "--prefill-spread-steps",
-        help="Steps over which waiting prompt tokens are spread (gLLM #T); the most of them with "
-        "--policy throttle-time.",
+        help="Steps over which waiting prompt tokens are spread (gLLM #T); with --policy "
+        "throttle-time at most 1.5 times as many.",
     )
     # gLLM #MaxP; None: as the authors of `policy`.
     max_prefill_tokens: int | None = upstream_flag(None, "--chunked-prefill-size")

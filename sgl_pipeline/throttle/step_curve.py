@@ -1,4 +1,4 @@
-"""What a step takes by the number of its decodes: the curve that says what sharing them out gains.
+"""Times of steps by the number of their decodes: the curve says what sharing decodes out gains.
 
 Decodes that are shared out over the steps in flight read the weights once for each step. That gains
 where a step takes longer with more of them, costs nothing where it does not, and never loses, since
