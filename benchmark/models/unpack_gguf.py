@@ -25,8 +25,9 @@ def unpack_gguf(source: Path, target: Path) -> None:
     # It imports SGLang.
     from sgl_pipeline.managers.command_line.model_files import find_model, require_tokenizer
 
-    served = Path(find_model(str(source), None, None))
-    require_tokenizer(str(served))
+    directory = find_model(str(source), None, None)
+    require_tokenizer(directory)
+    served = Path(directory)
     # An interrupted write must not look like a model.
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

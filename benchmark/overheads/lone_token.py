@@ -1,4 +1,5 @@
-"""Where the time of a lone request's token goes: the parts of a step, and what else the cores do.
+"""Measures where a lone request's token takes its time: the parts of a step, and what else the
+cores do.
 
     python -m benchmark.overheads.lone_token
     python -m benchmark.overheads.lone_token --model smollm2 --engine "ours --pp 1 --weights bf16"
@@ -11,10 +12,9 @@ meanwhile: a compute thread that another process takes from its core is waited f
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -83,7 +83,7 @@ def lone_decodes(steps: Sequence[StepRecord]) -> list[TokenParts]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What a process of the server did meanwhile: its processor time, and how often its threads
+    """The work of a process of the server meanwhile: its processor time, and how often its threads
     were taken from their core by another."""
 
     name: str
@@ -157,7 +157,7 @@ def _measure(options: Options) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was seen of an engine: TPOT of each streamed request, of one that is answered at its
+    """Measurements of an engine: TPOT of each streamed request, of one that is answered at its
     end, the steps of the streamed ones, and what each process did during them."""
 
     tpot_ms: list[float]
@@ -211,13 +211,12 @@ def _profile(engine: Engine, num_requests: int, output_tokens: int) -> Profile:
 
 def parts_table(label: str, found: Profile) -> str:
     """Markdown: medians, tenths and means of the steps' parts, and what they add up to."""
-    columns: list[tuple[str, Callable[[TokenParts], float]]] = [
-        (one.name, attrgetter(one.name)) for one in fields(TokenParts)
-    ]
-    columns.append(("whole", lambda parts: parts.whole))
+    columns = {
+        one.name: [getattr(parts, one.name) for parts in found.parts] for one in fields(TokenParts)
+    }
+    columns["whole"] = [parts.whole for parts in found.parts]
     rows = []
-    for name, value_of in columns:
-        values = [value_of(parts) for parts in found.parts]
+    for name, values in columns.items():
         tenths = statistics.quantiles(values, n=10)
         numbers = (tenths[0], statistics.median(values), tenths[-1], statistics.fmean(values))
         rows.append([name, *(f"{number:.3f}" for number in numbers)])

