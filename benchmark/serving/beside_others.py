@@ -8,8 +8,8 @@ Run by hand on a quiet machine, after `benchmark.peers.install_llama_cpp`, `inst
 may be done beside other work, and measures nothing. `text` is SmolLM2 in 16 bits on the text of our
 pages, where ours and llama.cpp draft tokens by looking them up; the others are the 0.27b preset,
 whose random weights repeat themselves as no text does, and nobody drafts. On an Intel processor
-`zentorch` is vLLM's own CPU build, as vLLM multiplies by zentorch on AMD's alone. Each width is a run of
-`benchmark.serving.against_peers`, which says how the engines take turns.
+`zentorch` is vLLM's own CPU build, as vLLM multiplies by zentorch on AMD's alone. Each width is a
+run of `benchmark.serving.against_peers`, which says how the engines take turns.
 """
 
 import subprocess

@@ -89,7 +89,8 @@ class FairOrder:
         self.discard(request)
 
     def why_before(self, first: Request, second: Request) -> str:
-        """Why the waiting `first` is served before `second` of its tenant; empty for another's."""
+        """The reason why the waiting `first` is served before `second` of its tenant; empty for
+        another's."""
         flow = self._flow_of.get(first)
         if flow is None or (first.tenant, first.priority) != (second.tenant, second.priority):
             return ""
