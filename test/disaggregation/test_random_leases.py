@@ -15,6 +15,7 @@ from sgl_pipeline.disaggregation.lent_rooms import LentRooms
 from sgl_pipeline.disaggregation.room_limits import RoomLimits
 from sgl_pipeline.requests import Request, RequestState, Room
 from sgl_pipeline.scheduling.drafts import Drafts
+from sgl_pipeline.scheduling.grammar_drafts import Draft
 from sgl_pipeline.scheduling.lent_pages import LentPages
 from sgl_pipeline.scheduling.offloaded_requests import OffloadedRequests
 
@@ -232,9 +233,11 @@ def _return_at_once(lent: LentPages, room: int) -> None:
         lent._pages.take_back(lease.end, lease.own)
 
 
-def _draft_as_if_it_had_none(drafts: Drafts, request: Request, least: float) -> tuple[int, ...]:
+def _draft_as_if_it_had_none(
+    drafts: Drafts, request: Request, least: float, grammar_most: int
+) -> Draft:
     lease, request.lease = request.lease, None
-    draft = _DRAFT(drafts, request, least)
+    draft = _DRAFT(drafts, request, least, grammar_most)
     request.lease = lease
     return draft
 

@@ -10,6 +10,7 @@ from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.simulator.propose import VALUES
 from sgl_pipeline.simulator.tune import FLAGS, RATE_TOLERANCE, capacity, search
 from sgl_pipeline.throttle import POLICY_TABLE, PipelineLoad, make_policy
+from test.throttle.test_time_throttle import Times
 
 
 def knows(limit_of: dict[int, float]):
@@ -54,7 +55,7 @@ def test_every_searched_parameter_has_a_flag_and_values_for_a_running_server() -
     assert searched == set(VALUES) <= set(FLAGS)
 
 
-LOADS = [
+UNTIMED = [
     PipelineLoad(
         step_id=1,
         pipeline_depth=4,
@@ -62,6 +63,7 @@ LOADS = [
         prompts=2,
         running_decodes=20,
         ready_decodes=5,
+        decode_attended_tokens=4000,
         free_pages=free,
         reserved_pages=20,
         total_pages=1000,
@@ -69,6 +71,7 @@ LOADS = [
     )
     for waiting, free in product((0, 3000, 10**6), (0, 30, 70, 500, 1000))
 ]
+LOADS = [*UNTIMED, *(replace(one, step_times=Times()) for one in UNTIMED)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -22,7 +22,7 @@ from sgl_pipeline.simulator.experiment import SERVER_RULES, Cluster, simulate
 from sgl_pipeline.simulator.page_copies import MoveCosts
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
-from sgl_pipeline.simulator.summary import ttft_ms
+from sgl_pipeline.simulator.summary import latency
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.virtual_store import SIMULATED_PLACE, Eviction, StoreCosts, VirtualStore
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
@@ -272,7 +272,8 @@ def second_turns_ms(store: StoreCosts | None, rules: TierRules = SERVER_RULES) -
     """TTFT of the conversations that return."""
     cluster = replace(CLUSTER, store=store, tier_rules=rules)
     simulation = simulate(cluster, ThrottleArgs(), SchedulingArgs(page_size=16), returning(6))
-    return [ttft_ms(one) for one in simulation.requests if one.asked.input_tokens > 4000]
+    second = [one for one in simulation.requests if one.asked.input_tokens > 4000]
+    return [one.ttft_ms for one in filter(None, map(latency, second))]
 
 
 def speed(bytes_per_s: float) -> StoreCosts:

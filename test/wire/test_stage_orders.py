@@ -27,6 +27,7 @@ from sgl_pipeline.wire.step_order import (
     StepOrder,
 )
 from sgl_pipeline.wire.store_orders import (
+    EndLoad,
     LoadPages,
     OfferPages,
     PeerPlace,
@@ -52,6 +53,7 @@ EXAMPLES: tuple[StageOrder, ...] = (
         (PeerPlace(name="P", digest="ukv1-0", stages=(PeerStage("host:1/door", (0, 3)),)),),
     ),
     SavePages(3, b"pages___", b"hashes__"),
+    EndLoad(4),
     LoadPages(4, b"pages___", b"hashes__", b"sums____", ((0, 2), (0,)), "P", 7),
     OfferPages(7, b"pages___", b"hashes__", "ukv1-0"),
     WithdrawPages(7),

@@ -71,7 +71,7 @@ class TorchKernels:
     def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
+        return (up + 1) * (gate * (gate * clamp.alpha).sigmoid())
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -194,13 +194,18 @@ class Mxfp4Weight:
         return replace(self, packed=self.packed[outputs], scales=self.scales[outputs])
 
     def dequantized(self) -> torch.Tensor:
-        powers = torch.exp2(self.scales.float() - 127)
+        powers = powers_of_two(self.scales)
         numbers = torch.tensor(E2M1, device=self.packed.device)[self.numbers.long()]
         return numbers * _spread(powers, MXFP4_GROUP, self.shape[1])
 
 
 QuantizedWeight = Int8Weight | Fp8Weight | Int4Weight | Mxfp4Weight
 Matrix = torch.Tensor | QuantizedWeight
+
+
+def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """`2 ** (scales - 127)` in fp32 of integers from 1 to 254, exactly: the bits of an exponent."""
+    return (scales.to(torch.int32) << 23).view(torch.float32)
 
 
 def pack_halves(numbers: torch.Tensor) -> torch.Tensor:

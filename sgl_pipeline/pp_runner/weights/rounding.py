@@ -20,6 +20,7 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
     Int8Weight,
     Mxfp4Weight,
     pack_halves,
+    powers_of_two,
 )
 
 _NUMBERS_AT_ONCE = 2**17
@@ -74,11 +75,11 @@ def to_mxfp4(matrix: torch.Tensor) -> Mxfp4Weight:
     for part, rows in _parts(matrix):
         groups = rows.unflatten(1, (-1, MXFP4_GROUP))
         largest = _or_one(groups.abs().amax(dim=2))
-        powers = (largest.log2().floor() - 2).clamp(MXFP4_SCALES[0] - 127, MXFP4_SCALES[-1] - 127)
-        scales[part] = (powers + 127).to(torch.uint8)
-        scaled = (groups / powers.exp2()[..., None]).flatten(1)
-        below = torch.bucketize(scaled.abs(), middles)
-        above = torch.bucketize(scaled.abs(), middles, right=True)
+        exponents = (largest.view(torch.int32) >> 23) - 2
+        scales[part] = exponents.clamp(MXFP4_SCALES[0], MXFP4_SCALES[-1]).to(torch.uint8)
+        scaled = (groups / powers_of_two(scales[part])[..., None]).flatten(1)
+        below = torch.searchsorted(middles, scaled.abs())
+        above = torch.searchsorted(middles, scaled.abs(), right=True)
         codes = torch.where(below % 2 == 0, below, above)
         packed[part] = pack_halves(codes + 8 * (scaled < 0))
     return Mxfp4Weight(packed, scales, matrix.dtype)

@@ -227,7 +227,14 @@ class _TrialMemory:
     def of(self, layer: int) -> "_TrialMemory":
         return self
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert sinks is None, "such attention is not tried"
         query, key, value = (one.transpose(0, 1)[None] for one in (query, keys[0], values[0]))
         return _attend_to_all(query, key, value, None, {})[0]
 
