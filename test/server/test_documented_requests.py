@@ -46,6 +46,7 @@ NOT_RUN = {
     "curl http://127.0.0.1:30000/pipeline/tune": "searches for up to a minute; in test_steering.py",
     "python -m sgl_pipeline.simulator run": f"{BY_HAND}, except `tune` and `figures`",
     ".venv/bin/python -m sgl_pipeline.launch_server --model-path Qwen": "needs a published model",
+    "sgl-pipeline fit --model DIR --pp 2": "takes minutes; test/capacity and test_capacity.py",
     "python -m sgl_pipeline plan": f"{BY_HAND} with the demo model, except `fit`",
 }
 

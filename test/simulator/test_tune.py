@@ -69,7 +69,7 @@ UNTIMED = [
         total_pages=1000,
         steps_in_flight=3,
     )
-    for waiting, free in product((0, 3000, 10**6), (0, 30, 70, 500, 1000))
+    for waiting, free in product((0, 400, 3000, 10**6), (0, 30, 70, 500, 1000))
 ]
 LOADS = [*UNTIMED, *(replace(one, step_times=Times()) for one in UNTIMED)]
 
