@@ -24,7 +24,7 @@ STATUSES: dict[str, int | None] = {
     # Of a room.
     r"the decode server is gone: it (broke|is silent)$": 503,
     rf"{_SERVER}p:\d is (gone: it broke|silent)$": 503,
-    rf"{_SERVER}p:\d: (it broke|connection refused|no answer|gone)$": 503,
+    rf"{_SERVER}p:\d: (it broke|connection refused|no answer)$": 503,
     rf"{_SERVER}no host: cannot be dialed$": 503,
     REJECTED: 500,
     rf"{_SERVER}it has not said who it is$": 500,

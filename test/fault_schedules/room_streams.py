@@ -75,16 +75,16 @@ class RoomStreams:
                 rng.expovariate(1.0) * self._delay_s, partial(self._meet, decode, address)
             )
             return
-        fail = partial(decode.arrive, lambda at_s: decode.rooms.dial_failed(
-            address, f"{address}: {reason}", at_s, is_final=is_final
-        ))  # fmt: skip
-        self._loop.after(delay_s, fail)
+        self._loop.after(delay_s, partial(self._fail, decode, address, reason, is_final=is_final))
+
+    @staticmethod
+    def _fail(decode: StreamEnd, address: str, reason: str, *, is_final: bool) -> None:
+        text = f"{address}: {reason}"
+        decode.arrive(lambda at_s: decode.rooms.dial_failed(address, text, at_s, is_final=is_final))
 
     def _meet(self, decode: StreamEnd, address: str) -> None:
         if (prefill := self._listeners.get(address)) is None:
-            decode.arrive(
-                lambda at_s: decode.rooms.dial_failed(address, "gone", at_s, is_final=False)
-            )
+            self._fail(decode, address, "connection refused", is_final=False)
             return
         number, self._next_session = self._next_session, self._next_session + 1
         stream = Stream(number, decode, prefill, {decode, prefill})

@@ -323,10 +323,14 @@ class VirtualServer:
         """Sends what precedes steps, and steps while there are any."""
         loads, saves = core.scheduler.tier.loads, core.scheduler.tier.saves
         num_pages = loads.loading_pages + saves.saving_pages
+        was_moving = core.migration.is_moving
         for order in core.orders_before_step(self.loop.now_s):
             self._broadcast(order)
         if num_pages and core.migration.is_moving and not loads.loading_pages + saves.saving_pages:
             self._stores.cut_off["a move"] += 1
+        if was_moving and not core.migration.is_moving:
+            # For transfers, which may go on now. The loop of a server never rests.
+            self.loop.after(0.0, self.turn)
         while (step := core.next_step(self.loop.now_s)) is not None:
             self._broadcast(step.order)
 

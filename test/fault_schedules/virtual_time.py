@@ -59,8 +59,10 @@ class DelayedPipe:
         self._lost_from_s = float("inf")
 
     def cut(self) -> None:
-        """The sender has died: what is on the way is lost from some message on."""
-        self._lost_from_s = self._loop.now_s + self._rng.expovariate(1.0) * self._mean_s
+        """The sender has died: what is on the way is lost from some message on. Nothing comes
+        behind what is lost, however often the pipe is cut."""
+        lost_from_s = self._loop.now_s + self._rng.expovariate(1.0) * self._mean_s
+        self._lost_from_s = min(self._lost_from_s, lost_from_s)
 
     def send(self, message: Any) -> None:
         """`deliver` gets `message` later, after all that were sent before."""
