@@ -9,7 +9,7 @@ from sgl_pipeline.pipeline_load import Bound, PipelineLoad
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.drafts import Drafts
 from sgl_pipeline.throttle.draft_budget import ROWS_UNTIMED, least_chance
-from sgl_pipeline.throttle.time_throttle import decode_work
+from sgl_pipeline.throttle.load_work import decode_work
 
 RuleOfAll = Literal["idle", "waiting", "loading", "pause", "untimed", "time"]
 RULES_OF_ALL: tuple[RuleOfAll, ...] = get_args(RuleOfAll)
