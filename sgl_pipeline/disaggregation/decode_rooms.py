@@ -338,6 +338,9 @@ class DecodeRooms:
         Args:
             tells: the prefill server is to hear of it.
         """
+        self._take_leases(now_s)
+        if self._rooms.get(room.number) is not room:
+            return  # it ran, and has lost its lease already
         if room.request.lease is not None and self.offloading.end(room):
             return  # it runs: `_take_leases`
         del self._rooms[room.number]

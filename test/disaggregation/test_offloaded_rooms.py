@@ -134,6 +134,24 @@ def test_a_stream_that_ends_costs_requests_that_decode_no_answer() -> None:
     assert prefill.tier.lent.num_leases == 0
 
 
+def test_a_room_that_fails_when_its_request_has_just_lost_the_lease_costs_time_only() -> None:
+    """The lease ends with a step's result, and the room's end comes before the next tick."""
+    world, _, decode = pair()
+    second = both(world)
+    until_it_decodes(world, second)
+    decode.core.is_held = True
+    while second.steps_in_flight:
+        world.step()
+    (room,) = decode.rooms._rooms.values()
+    decode.core.scheduler.offloaded.end(second)
+    assert second.state is RequestState.WAITING and second.lease is None
+    decode.rooms._fail(room, "a stage is lost", 503, world.now_s)
+    decode.core.is_held = False
+    world.run()
+    world.check()
+    assert second.output_ids == right_output(PROMPT, 9) and second.num_retractions == 1
+
+
 def waits_with_its_lease(world: RoomWorld, decode: DecodeServer) -> Request:
     """No step starts there."""
     decode.core.is_held = True

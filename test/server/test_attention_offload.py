@@ -182,7 +182,12 @@ def test_a_lost_stage_of_the_prefill_server_costs_no_answer(apart: Apart) -> Non
     prompts = [PROMPT + f"lost {number}" for number in range(4)]
     before = apart.offload()["ended_early"]
     halves = [apart.begin(text=prompt, sampling_params=wanted) for prompt in prompts]
-    wait_until(lambda: apart.offload()["requests"] == 4)
+    # One that has a lease and has not begun fails with its room.
+    wait_until(
+        lambda: (
+            apart.offload()["requests"] == 4 and apart.decode.facts()["num_running_requests"] == 4
+        )
+    )
     apart.prefill.stages()[0].kill()
     for prompt, half in zip(prompts, halves, strict=True):
         whole = apart.whole.generate(text=prompt, sampling_params=wanted).json()
