@@ -120,3 +120,36 @@ def test_a_tenant_of_which_nothing_may_be_served_is_not_in_the_way() -> None:
     order.add(other)
     assert order.first() is other
     assert order.ranked([held, other]) in ([held, other], [other, held])
+
+
+class TellingOrder(FixedOrder):
+    """Keeps what it hears was served, and gives a reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served: list[Request] = []
+
+    def serve(self, request: Request) -> None:
+        self.served.append(request)
+        super().serve(request)
+
+    def why_before(self, first: Request, second: Request) -> str:
+        return "has a longer prefix"
+
+
+def test_a_tenants_own_order_hears_what_is_served_and_says_why() -> None:
+    own: list[TellingOrder] = []
+
+    def make() -> TellingOrder:
+        own.append(TellingOrder())
+        return own[-1]
+
+    order = FairOrder(Tenants({}), make)
+    first, second, other = (request_of(n, tenant) for n, tenant in enumerate("aab"))
+    for request in (first, second, other):
+        order.add(request)
+    assert order.why_before(second, first) == "has a longer prefix"
+    assert order.why_before(other, first) == "", "tenants decide"
+    order.serve(first)
+    assert own[0].served == [first] and own[1].served == []
+    assert order.ranked([second, other]) == [second, other] and order.first() in (second, other)
