@@ -45,7 +45,7 @@ def measured_model(name: str) -> MeasuredModel:
     from sgl_pipeline.managers.command_line.model_files import find_model, require_tokenizer
 
     # A published file's copies must not lie beside it: a directory of one file is served by name.
-    path = fetch_model(name).parent if name in MODELS else Path(name)
+    path = fetch_model(name).parent if name in MODELS else Path(name).resolve()
     directory = find_model(str(path), None, None)
     require_tokenizer(directory)
     tokenizer = Tokenizer.from_file(f"{directory}/tokenizer.json")

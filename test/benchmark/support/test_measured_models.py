@@ -34,6 +34,18 @@ def test_copies_of_a_published_file_lie_beside_its_directory(
     assert model.page_ids is not None and len(model.page_ids) > 10_000
 
 
+def test_engines_and_clients_name_a_relative_directory_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "some"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    write_tokenizer(1000, model)
+    monkeypatch.chdir(tmp_path)
+    named = measured_model("some")
+    assert (named.path, named.directory) == (model, model)
+
+
 def test_a_text_is_a_run_of_the_pages(tmp_path: Path) -> None:
     write_tokenizer(1000, tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
