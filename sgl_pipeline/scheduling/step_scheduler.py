@@ -23,32 +23,13 @@ from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState, TokenEvent
-from sgl_pipeline.scheduling.admission import Admission
-from sgl_pipeline.scheduling.age_limit import RequestAges
-from sgl_pipeline.scheduling.arrivals import DISPLACED, Arrivals
-from sgl_pipeline.scheduling.cache_order import order_maker
-from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
-from sgl_pipeline.scheduling.drafts import Drafts
-from sgl_pipeline.scheduling.explanation import Explanation, RequestExplainer
-from sgl_pipeline.scheduling.fair_shares import FairShares
-from sgl_pipeline.scheduling.kv_tier import KvTier
-from sgl_pipeline.scheduling.load_meter import LoadMeter
-from sgl_pipeline.scheduling.lost_pages import LostPages
-from sgl_pipeline.scheduling.offloaded_requests import OffloadedRequests, leases_last
+from sgl_pipeline.scheduling.arrivals import DISPLACED
+from sgl_pipeline.scheduling.explanation import Explanation
+from sgl_pipeline.scheduling.offloaded_requests import leases_last
 from sgl_pipeline.scheduling.outlook import Outlook
-from sgl_pipeline.scheduling.page_pool import PagePool
-from sgl_pipeline.scheduling.pausing import Pausing
-from sgl_pipeline.scheduling.preemption import Preemption
-from sgl_pipeline.scheduling.radix_demand import RadixDemand
-from sgl_pipeline.scheduling.radix_storage import RadixStorage
-from sgl_pipeline.scheduling.radix_tree import RadixTree
 from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
-from sgl_pipeline.scheduling.request_pages import RequestPages
-from sgl_pipeline.scheduling.running_requests import RunningRequests
-from sgl_pipeline.scheduling.step_results import StepResults
-from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
-from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.scheduling.scheduler_parts import build_parts
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle import PipelineLoad, Policy, TokenBudget, limit_decodes
 
@@ -81,48 +62,26 @@ class StepScheduler:
         self.epoch = 0
         self.step_times: StepTimes | None = None
         self.args = args
-        self.limits = RequestLimits(context_length, num_pages * args.page_size)
         self.use_policy(policy, args.accounting)
-        self._in_flight = StepsInFlight(num_stages + args.extra_steps_in_flight)
-
-        tree = RadixTree(args.page_size, enabled=args.radix_cache)
-        demand = RadixDemand(tree)
-        storage = RadixStorage(tree, demand)
-        self._pages = RequestPages(PagePool(num_pages), storage, demand)
-        own_order = order_maker(args, tree, demand)
-        self.shares = shares = FairShares.of(args, own_order)
-        order = own_order() if shares is None else shares.order
-        self._waiting = WaitingQueue(demand, parks=not args.duplicate_prefills, order=order)
-        self._arrivals = Arrivals(args, self.limits, self._waiting)
-        self._running = RunningRequests()
-        parts = self._waiting, self._running, self._pages
-        victims = None if shares is None else shares.share_out(*parts)
-        self._preemption = Preemption(self._running, self._waiting, self._pages, victims)
-        self.pausing = Pausing(self._running, self._preemption)
-        self.tier = KvTier(tree, demand, storage, self._pages, self._waiting, self._running, log)
-        self.offloaded = OffloadedRequests(
-            self._waiting, self._running, self._preemption, self.tier.arrivals
-        )
-        self._admission = Admission(
-            *parts,
-            self._preemption,
-            args.max_running_requests,
-            args.preemption_threshold,
-            self.tier.on_hit,
-            self.tier.held,
-            shares,
-        )
-        self.drafts = Drafts(args.draft_tokens, self._pages, self._running)
-        self._explainer = RequestExplainer(args, *parts, self.tier, shares)
         self._now_s = 0.0
-        self._decode_reserve = reserve = DecodeReserve(args.page_size, self._in_flight.limit)
-        self._meter = LoadMeter(*parts, self._in_flight, reserve, self.tier)
-        self._results = StepResults(
-            self._in_flight, self._running, self._pages, self.offloaded, self.drafts, self._finish
-        )
-        self._ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
-        self.lost_pages = LostPages(self._running, self._preemption, self._pages, self._ages, log)
         self._requests: dict[str, Request] = {}
+        parts = build_parts(
+            args,
+            num_pages=num_pages,
+            num_stages=num_stages,
+            context_length=context_length,
+            log=log,
+            finish=self._finish,
+        )
+        self._arrivals, self._admission = parts.arrivals, parts.admission
+        self._waiting, self._running = parts.waiting, parts.running
+        self._pages, self._in_flight = parts.pages, parts.in_flight
+        self._preemption, self._decode_reserve = parts.preemption, parts.decode_reserve
+        self._meter, self._explainer = parts.meter, parts.explainer
+        self._results, self._ages = parts.results, parts.ages
+        self.pausing, self.lost_pages = parts.pausing, parts.lost_pages
+        self.tier, self.offloaded = parts.tier, parts.offloaded
+        self.shares, self.drafts = parts.shares, parts.drafts
 
     def use_policy(self, policy: Policy, accounting: str) -> None:
         """Decides the next steps by `policy`, which sees what `accounting` counts."""
@@ -294,7 +253,7 @@ class StepScheduler:
         if num_pages == self._pages.num_pages:
             return []
         self._pages.resize(num_pages)
-        self.limits = self._arrivals.limits = self.limits.with_pool(num_pages * self.args.page_size)
+        self._arrivals.limits = self.limits.with_pool(num_pages * self.args.page_size)
         refused = [(one, self.limits.refusal(one)) for one in self.requests()]
         unfit = [(request, reason) for request, reason in refused if reason is not None]
         for request, reason in unfit:
@@ -302,6 +261,11 @@ class StepScheduler:
         return [request for request, _ in unfit]
 
     # Queries
+
+    @property
+    def limits(self) -> RequestLimits:
+        """The lengths that every request must keep to."""
+        return self._arrivals.limits
 
     @property
     def next_step_id(self) -> int:

@@ -1,5 +1,7 @@
 """The server's planner in virtual time: where it ends, and what it does about slow stages."""
 
+from functools import cache
+
 import pytest
 from support.splits import all_splits
 from support.virtual_runs import AUTO, TokenSeconds, run_planned, scheduler
@@ -42,17 +44,23 @@ def test_in_each_step_all_stages_but_the_last_idle_for_the_tail() -> None:
     assert bubble_share(moved) == pytest.approx(0.0, abs=0.01)
 
 
-@pytest.mark.parametrize("knows_costs", [True, False])
-@pytest.mark.parametrize("start", [(4, 4, 4), (10, 1, 1), (1, 1, 10)])
-def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
-    start: tuple[int, ...], knows_costs: bool
-) -> None:
-    tokens_per_s = {
+@cache
+def tokens_per_s_of_all_splits() -> dict[tuple[int, ...], float]:
+    """What each split serves of a steady load, without a planner."""
+    return {
         split: summarize(
             VirtualPipeline(scheduler(3), PipelineCosts(PARTS, split)).run(steady_load(9, 4))
         ).output_tokens_per_s
         for split in all_splits(12, 3)
     }
+
+
+@pytest.mark.parametrize("knows_costs", [True, False])
+@pytest.mark.parametrize("start", [(4, 4, 4), (10, 1, 1), (1, 1, 10)])
+def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
+    start: tuple[int, ...], knows_costs: bool
+) -> None:
+    tokens_per_s = tokens_per_s_of_all_splits()
     best = max(tokens_per_s.values())
     migration = Migration(args=AUTO, planner=EAGER)
     simulation = run_planned(

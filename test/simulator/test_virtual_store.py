@@ -164,7 +164,7 @@ def test_pages_that_are_evicted_while_a_load_waits_for_room_are_computed() -> No
 
 
 def test_a_late_load_costs_the_patience_and_no_more() -> None:
-    store = new_store(read_bytes_per_s=0.01)
+    store = new_store(read_bytes_per_s=1.0)  # 800 s
     served(store, ask(1))
     rules = TierRules(least_tokens=4, timeout_base_s=2.0, timeout_s_per_ki_token=0.0)
     (late,) = run([ask(1)], store, rules).requests

@@ -3,6 +3,8 @@
 Its forecast learns from the steps that the policy makes, so that the two could swing together.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,8 @@ from benchmark.figures.wrong_forecasts import (
     steady,
 )
 from sgl_pipeline.simulator.simulation import Simulation
-from sgl_pipeline.simulator.summary import summarize
+from sgl_pipeline.simulator.summary import Summary, summarize
+from sgl_pipeline.simulator.workload import SimulatedRequest
 
 pytestmark = pytest.mark.slow
 
@@ -22,12 +25,22 @@ pytestmark = pytest.mark.slow
 WRONG = [case for case in CASES if "not learned" not in case]
 
 
+@cache
+def sharegpt() -> list[SimulatedRequest]:
+    return near_saturation("sharegpt", 150)
+
+
+@cache
+def by_tokens(noise: float) -> Summary:
+    """`sharegpt` under the throttle by tokens, which asks no forecast."""
+    return summarize(served("throttle", Wrong(noise=noise), sharegpt()))
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_forecast_that_is_a_fifth_off_costs_next_to_nothing(case: str) -> None:
     wrong = CASES[case]
-    load = near_saturation("sharegpt", 150)
-    tokens = summarize(served("throttle", Wrong(noise=wrong.noise), load))
-    ours = summarize(served("throttle-time", wrong, load))
+    tokens = by_tokens(wrong.noise)
+    ours = summarize(served("throttle-time", wrong, sharegpt()))
     assert ours.total_tokens_per_s > 0.98 * tokens.total_tokens_per_s
     # Costs fitted to the first 256 steps, while the load rises, do cost more (figure
     # wrong_forecasts names them).

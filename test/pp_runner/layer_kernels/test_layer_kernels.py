@@ -90,7 +90,7 @@ def exact_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @every_leaf
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(num_rows=st.integers(0, 20), size=sizes, dtype=dtypes, seed=st.integers(0, 1000))
 def test_norm_and_add_norm(
     leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int
@@ -109,7 +109,7 @@ def test_norm_and_add_norm(
 
 
 @every_leaf
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(num_rows=st.integers(0, 20), size=sizes, dtype=dtypes, seed=st.integers(0, 1000))
 def test_gate(leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
     gate_up = random(seed, num_rows, 2 * size, dtype=dtype) * 10
@@ -120,7 +120,7 @@ def test_gate(leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int
 @pytest.mark.parametrize(
     "leaf", ["torch", *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED)]
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(num_rows=st.integers(0, 20), size=sizes, dtype=dtypes, seed=st.integers(0, 1000))
 def test_clamped_gate(leaf: str, num_rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
     dtype = torch.float32 if leaf == "torch" else dtype  # its six roundings of bf16 may add up
@@ -219,7 +219,7 @@ def assert_placed(leaf: str, problem: Problem, query: torch.Tensor) -> None:
 
 
 @every_leaf
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     num_rows=st.integers(0, 20),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 3), (8, 1)]),
@@ -246,7 +246,7 @@ def test_place_heads(
 @pytest.mark.parametrize(
     "leaf", ["torch", *(pytest.param(leaf, marks=pytest.mark.compiler) for leaf in COMPILED)]
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     num_rows=st.integers(0, 20),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 3)]),
