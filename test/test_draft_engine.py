@@ -79,6 +79,6 @@ def test_drafts_are_counted(engines: tuple[Engine, Engine]) -> None:
     (facts,) = drafting.get_server_info()["internal_states"]
     assert facts["spec_num_proposed_drafts"] > facts["spec_num_correct_drafts"] > 0
     assert facts["avg_spec_accept_length"] > 1.0
-    assert facts["why_no_drafts"] == "no request decodes"
+    assert (facts["no_drafts"], facts["why_no_drafts"]) == ("idle", "no request decodes")
     (facts,) = plain.get_server_info()["internal_states"]
     assert facts["spec_num_proposed_drafts"] == facts["avg_spec_accept_length"] == 0
