@@ -6,6 +6,8 @@ are free ones that no running request is about to need.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 from sgl_pipeline.microbatch import Chunk, work_of
@@ -143,6 +145,15 @@ class Drafts:
         """The expected chance that a draft token of `request` is right."""
         drafter = self._drafters.get(request) or _Drafter(self.source_of(request))
         return drafter.best_chance(request)
+
+    def expected_tokens(self, chunk: Chunk) -> float:
+        """The mean number of tokens that a step in flight with `chunk`, which samples, gives its
+        request: one, and a draft token if those before it are right too."""
+        if not chunk.draft_ids:
+            return 1.0
+        drafter = self._drafters[chunk.request]
+        chances = drafter.chances(drafter.draft)[: len(chunk.draft_ids)]
+        return 1.0 + sum(accumulate(chances, mul))
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
