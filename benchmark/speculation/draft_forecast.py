@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 
 from benchmark.speculation.traced_drafts import (
-    acceptance_of,
     drafts_apart,
     lone_requests,
     mean_gap_s,
@@ -42,7 +41,7 @@ from sgl_pipeline.records.trace import read_trace
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
-from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance
+from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance, acceptance_of
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.stage_plan import StagePlan
@@ -153,9 +152,9 @@ def measured_from(off: Path, on: Path, speed: Mapping[str, Any]) -> Measured:
     kinds = {}
     for load in lone:
         requests = [*chain.from_iterable(map(lone_requests, drafted[load]))]
-        of_kind = acceptance_of(requests)
+        of_kind = acceptance_of(one.runs for one in requests)
         texts = [
-            Text(one.prompt_tokens, one.output_tokens, acceptance_of([one], of_kind))
+            Text(one.prompt_tokens, one.output_tokens, acceptance_of([one.runs], of_kind))
             for one in requests[: sizes[load]]
         ]
         kinds[load] = TextKind(texts, of_kind)

@@ -174,8 +174,12 @@ class Drafts:
             return _NO_DRAFT
         if request.constraint is not None:
             most = min(most, grammar_most)
-            return grammar_draft(request.constraint, most, drafter.source.next_token)
-        return guessed(drafter.source.draft(most))
+            draft = grammar_draft(request.constraint, most, drafter.source.next_token)
+        else:
+            draft = guessed(drafter.source.draft(most))
+        if not draft.token_ids:
+            request.drafts.note_none()
+        return draft
 
     def _go(self, chunk: Chunk, draft: Draft) -> Chunk:
         """The chunk with as much of `draft` as there are pages for."""

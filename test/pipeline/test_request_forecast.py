@@ -5,7 +5,7 @@ and those that wait for answers to end to their order of magnitude.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from statistics import median
 

@@ -16,12 +16,12 @@ from benchmark.speculation.draft_forecast import (
 )
 from benchmark.speculation.traced_drafts import (
     TracedRequest,
-    acceptance_of,
     drafts_apart,
     lone_requests,
     runs_by_load,
 )
 from sgl_pipeline.records.trace import StepRecord
+from sgl_pipeline.simulator.virtual_drafts import acceptance_of
 
 
 def test_gains_are_predicted_within_a_tenth() -> None:
@@ -79,7 +79,7 @@ def test_what_a_decode_gave_is_how_much_later_the_next_one_starts() -> None:
 def test_chances_are_counted_by_the_run_before_a_token(
     drafts: Sequence[tuple[int, int]], chances: tuple[float, ...], found: float
 ) -> None:
-    acceptance = acceptance_of([TracedRequest(4, 9, tuple(drafts))])
+    acceptance = acceptance_of([TracedRequest(4, 9, tuple(drafts)).runs])
     assert acceptance.found == found
     assert acceptance.chances[: len(chances)] == pytest.approx(chances)
 

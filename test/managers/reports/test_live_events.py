@@ -46,9 +46,7 @@ def test_drafts_are_told_where_the_server_has_any() -> None:
     state = movable_core(2, 2).state(50.0)
     assert "drafts" not in told(state)
     counts = {"most_each": 11, "steps": 4}
-    drafts = DraftState(
-        **counts, drafted_tokens=20, accepted_tokens=6, rule="time", reason="why"
-    )
+    drafts = DraftState(**counts, drafted_tokens=20, accepted_tokens=6, rule="time", reason="why")
     event = told(msgspec.structs.replace(state, drafts=drafts, decodes=100))
     assert event["decoded"] == 106
     numbers = counts | {"drafted": 20, "accepted": 6}
