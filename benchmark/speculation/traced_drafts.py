@@ -83,6 +83,21 @@ def lone_requests(records: Sequence[StepRecord]) -> Iterator[TracedRequest]:
             steps = []
 
 
+def by_text(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """The steps of each request of a run of one client."""
+    found: list[list[StepRecord]] = [[]]
+    for record in records:
+        found[-1].append(record)
+        if record.ended:
+            found.append([])
+    return found[:-1]
+
+
+def elapsed_s(text: Sequence[StepRecord]) -> float:
+    """Seconds from the first step of a lone request to the end of its last."""
+    return text[-1].finished_s - text[0].scheduled_s
+
+
 def mean_gap_s(records: Sequence[StepRecord]) -> float:
     """Mean seconds of one client from an answer to the first step of the next request."""
     gaps = [
