@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from sgl_pipeline.draft_runs import DraftRuns
+
 # Below it a softmax in fp32 is greedy anyway, and soon not finite (upstream: _SAMPLING_EPS).
 MIN_TEMPERATURE = 1e-6
 
@@ -168,13 +170,21 @@ class Room:
 @dataclass(slots=True)
 class DraftCounts:
     """The drafts of one request so far: its steps with a draft, by the number of draft tokens that
-    were right, and all draft tokens."""
+    were right, and all draft tokens; `runs` once a draft was looked up."""
 
     steps_by_right: list[int] = field(default_factory=list)
     drafted_tokens: int = 0
+    runs: DraftRuns | None = None
+
+    def note_none(self) -> None:
+        """A lookup found no draft."""
+        self.runs = self.runs or DraftRuns()
+        self.runs.note(0, 0)
 
     def note(self, num_drafted: int, num_right: int) -> None:
         """Another step had a draft."""
+        self.runs = self.runs or DraftRuns()
+        self.runs.note(num_drafted, num_right)
         self.drafted_tokens += num_drafted
         missing = num_right + 1 - len(self.steps_by_right)
         self.steps_by_right += [0] * missing

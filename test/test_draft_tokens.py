@@ -6,11 +6,13 @@ The whole runtime but its processes, in one process, as in `test_token_identity.
 import random
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forced_drafts import ForcedDrafts
 from support.local_pipeline import LocalPipeline
+from support.quantized_models import quantized_model
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -51,9 +53,9 @@ def make_requests(count: int = 6, max_new_tokens: int = 24) -> list[Request]:
     return requests
 
 
-def new_pipeline(name: str, layer_counts: Sequence[int], **flags: Any) -> LocalPipeline:
+def new_pipeline(model: str | Path, layer_counts: Sequence[int], **flags: Any) -> LocalPipeline:
     return LocalPipeline(
-        tiny_model(name),
+        tiny_model(model) if isinstance(model, str) else model,
         layer_counts,
         scheduling=SchedulingArgs(page_size=4),
         throttle=ThrottleArgs(max_prefill_tokens=24, min_prefill_tokens=4, prefill_spread_steps=3),
@@ -85,18 +87,36 @@ def force_drafts(
     ("name", "flags"),
     [
         ("qwen3", COMPILED),
+        ("qwen3", COMPILED | {"dtype": "float32"}),
         ("qwen3", COMPILED | {"kv_cache_dtype": "int8"}),
+        ("qwen3", COMPILED | {"kv_cache_dtype": "fp8_e4m3"}),
         ("qwen3", COMPILED | {"quantization": "w8a8_int8"}),
         ("qwen3-moe", COMPILED),
         ("qwen3-layer-types", COMPILED),
     ],
-    ids=["dense", "int8 pages", "int8 weights", "experts", "windows"],
+    ids=["dense", "fp32", "int8 pages", "fp8 pages", "int8 weights", "experts", "windows"],
 )
 def test_bits_are_those_without_drafts(name: str, flags: dict[str, Any]) -> None:
+    assert_bits_are_the_same(name, flags)
+
+
+@pytest.mark.parametrize("quantization", [None, "w4a8_int8"])
+@pytest.mark.parametrize("format_name", ["pack-quantized", "gptq v2, ordered", "awq"])
+def test_so_they_are_with_weights_of_four_bits(format_name: str, quantization: str | None) -> None:
+    path = quantized_model(format_name).path
+    assert_bits_are_the_same(path, COMPILED | {"quantization": quantization})
+
+
+@pytest.mark.parametrize("format_name", ["fp8", "fp8 blocks", "float-quantized"])
+def test_so_they_are_with_fp8_weights(format_name: str) -> None:
+    assert_bits_are_the_same(quantized_model(format_name).path, COMPILED)
+
+
+def assert_bits_are_the_same(model: str | Path, flags: dict[str, Any]) -> None:
     expected = make_requests()
-    new_pipeline(name, SPLITS[1], **flags).run(expected)
+    new_pipeline(model, SPLITS[1], **flags).run(expected)
     for num_stages, wrong_share in ((1, 0.3), (2, 1.0), (3, 0.0), (3, 0.5)):
-        pipeline = new_pipeline(name, SPLITS[num_stages], **flags)
+        pipeline = new_pipeline(model, SPLITS[num_stages], **flags)
         drafts = force_drafts(pipeline, expected, wrong_share)
         requests = make_requests()
         pipeline.run(requests)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.clusters import host_directory, open_port
+from support.forced_drafts import ForcedDrafts
 from support.local_pipeline import LocalPipeline
 from support.peer_pipelines import OfferingPipeline, ReadingPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
@@ -109,6 +110,19 @@ def test_a_decode_server_goes_on_from_the_pages_of_a_prefill_server(
     prefill, decode = pair.start(counts, kv_cache_dtype=kv_cache_dtype)
     prefill_and_offer(prefill)
     assert decode.serve(requests(OUTPUT_TOKENS)) == alone(kv_cache_dtype)
+    assert_loaded(decode)
+
+
+@pytest.mark.parametrize("wrong_share", [0.0, 0.5, 1.0])
+def test_a_decode_server_may_have_drafts(pair: Pair, wrong_share: float) -> None:
+    prefill, decode = pair.start(((2, 4), (1, 3, 2)))
+    prefill_and_offer(prefill)
+    outputs = {str(number): tokens for number, tokens in enumerate(alone())}
+    drafts = ForcedDrafts(decode.scheduler, outputs, wrong_share)
+    assert decode.serve(requests(OUTPUT_TOKENS)) == alone()
+    assert drafts.num_drafted > 20
+    assert (drafts.num_accepted > 0) == (wrong_share < 1.0)
+    assert (drafts.num_accepted == drafts.num_drafted) == (wrong_share == 0.0)
     assert_loaded(decode)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forced_drafts import ForcedDrafts
 from support.local_pipeline import LocalPipeline
 from support.tiered_pipeline import RULES, TieredPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
@@ -92,6 +93,45 @@ def test_a_restart_at_any_depth_loads_what_another_split_has_saved(
     second = servers.start(layer_counts, kv_cache_dtype=kv_cache_dtype, throttle=CHUNKED)
     assert second.serve(conversations(turn=1)) == without_store(1, kv_cache_dtype)
     assert_loaded(second)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", CODED)
+def test_servers_with_drafts_save_and_load_right_rows_only(
+    servers: Servers, kv_cache_dtype: str
+) -> None:
+    """Half of the draft tokens are wrong. The second server's prompts begin with the prompts and
+    answers of the first."""
+    answers = without_store(0, kv_cache_dtype)
+    first = servers.start((2, 4), kv_cache_dtype=kv_cache_dtype)
+    drafts = half_wrong_drafts(first, conversations(), answers)
+    assert first.serve(conversations()) == answers
+    assert 0 < drafts.num_accepted < drafts.num_drafted
+
+    plain = LocalPipeline(tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype)
+    expected = plain.run(next_turns(answers))
+    second = servers.start((1, 5), kv_cache_dtype=kv_cache_dtype, throttle=CHUNKED)
+    drafts = half_wrong_drafts(second, next_turns(answers), expected)
+    assert second.serve(next_turns(answers)) == expected
+    assert 0 < drafts.num_accepted < drafts.num_drafted
+    # The last token of an answer has no row, and only whole pages are saved.
+    pages = (TOKENS_PER_REQUEST - 1) // PAGES.page_size
+    assert second.tier.counts.loaded_tokens == NUM_REQUESTS * pages * PAGES.page_size
+
+
+def next_turns(answers: list[list[int]]) -> list[Request]:
+    """Prompts that begin with those of `conversations` and their answers."""
+    turns = zip(conversations(), answers, strict=True)
+    return [
+        Request(one.request_id, [*one.prompt_ids, *answer, 1, 2, 3], GREEDY, one.stops)
+        for one, answer in turns
+    ]
+
+
+def half_wrong_drafts(
+    server: TieredPipeline, requests: list[Request], answers: list[list[int]]
+) -> ForcedDrafts:
+    names = [one.request_id for one in requests]
+    return ForcedDrafts(server.scheduler, dict(zip(names, answers, strict=True)), 0.5)
 
 
 @pytest.mark.parametrize("layer_counts", SPLITS, ids=str)

@@ -5,26 +5,32 @@
 
 Without traces it repeats the newest result, which has all that a prediction needs: seconds on any
 machine, and no server. The traces are those of `benchmark.speculation.draft_speed`'s servers
-(build/bench/trace_31700.jsonl and trace_31701.jsonl), `--measured` is its result. Step times are
-fitted to the first counted round of both; how often drafts are right is counted with one client.
-From these the simulator, whose scheduler is the server's, serves the same requests with drafts and
-without. The gain is predicted twice: from the acceptance of each text, and as if all of a kind had
-the same, which is as much as a user may know.
+(build/bench/trace_31700.jsonl and trace_31701.jsonl), `--measured` is its result.
+
+Nothing is predicted from itself. The texts of a kind are cut into halves with as many of each of
+its forms, and what is known of one half predicts the other: step times are fitted to the first
+round of its texts. How often drafts are right is counted in the texts that are predicted, which is
+how a user's own text is predicted, and in those of the other half, each in turn, which is how a new
+text of a known kind is. From these the simulator, whose scheduler is the server's, serves the
+requests with drafts and without. What all texts gain with several clients is told from steps of the
+first round, and held against the others.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import Any, TypeVar
 
 import msgspec
 
 from benchmark.speculation.traced_drafts import (
-    acceptance_of,
+    by_text,
     drafts_apart,
+    elapsed_s,
     lone_requests,
     mean_gap_s,
     runs_by_load,
@@ -38,11 +44,11 @@ from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
-from sgl_pipeline.records.trace import read_trace
+from sgl_pipeline.records.trace import StepRecord, read_trace
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
-from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance
+from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance, acceptance_of
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.stage_plan import StagePlan
@@ -51,6 +57,10 @@ from sgl_pipeline.throttle import make_policy
 MEASURED = RESULTS / "2026-11-26_2104_draft_speed.json"
 MOST_ERROR = 0.1
 POOL_TOKENS = 32_768
+BY_TEXT, BY_OTHERS = "by text", "by other texts"
+T = TypeVar("T")
+# The texts of each client, in their order, by load.
+Loads = dict[str, list[list["Text"]]]
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -61,35 +71,60 @@ class Text(msgspec.Struct, frozen=True):
     acceptance: DraftAcceptance
 
 
-class TextKind(msgspec.Struct, frozen=True):
-    """Requests of one kind, and the acceptance of the drafts of all of them."""
+class Half(msgspec.Struct, frozen=True):
+    """Half of the texts of each load with one client.
 
-    texts: list[Text]
-    acceptance: DraftAcceptance
+    `seconds` are those of each text without drafts and with them, by load, round and text. `costs`
+    and `host` are fitted to the first of these rounds, and to that of the shared load.
+    """
 
-    def alike(self) -> "TextKind":
-        """The same requests with the kind's acceptance."""
-        same = [msgspec.structs.replace(one, acceptance=self.acceptance) for one in self.texts]
-        return TextKind(same, self.acceptance)
+    costs: StepCosts
+    host: HostCosts
+    texts: dict[str, list[Text]]
+    seconds: dict[str, list[list[tuple[float, float]]]]
+
+    def gains(self, load: str) -> list[float]:
+        """The time of all texts without drafts over that with, of each round."""
+        return [_ratio(map(sum, zip(*texts, strict=True))) for texts in self.seconds[load]]
 
 
 class Measured(msgspec.Struct, frozen=True):
     """All that a prediction needs, and the gains that it is held against.
 
-    `gains` are with drafts over without, of each round, by load: each of the `kinds` by one client,
-    then all of them by `clients`. `gap_s` passes between an answer and the client's next request.
+    `gap_s` passes between an answer and the client's next request. `clients` share the texts of all
+    loads; `shared_gains` are those of the rounds after the first.
     """
 
-    costs: StepCosts
-    host: HostCosts
+    halves: tuple[Half, Half]
     gap_s: float
-    kinds: dict[str, TextKind]
     clients: int
-    gains: dict[str, list[float]]
+    shared_gains: list[float]
+
+    @property
+    def loads(self) -> list[str]:
+        return list(self.halves[0].texts)
+
+    def gains(self, load: str) -> list[float]:
+        """The gain of all texts, of each round."""
+        rounds = zip(*(half.seconds[load] for half in self.halves), strict=True)
+        return [_ratio(map(sum, zip(*one, *other, strict=True))) for one, other in rounds]
+
+
+class Predicted(msgspec.Struct, frozen=True):
+    """Seconds without drafts and with them: of each load and half, and of all texts with several
+    clients."""
+
+    halves: tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]]
+    shared: tuple[float, float]
+
+    def gain(self, load: str) -> float:
+        """The gain of all texts of a load."""
+        return _ratio(map(sum, zip(*(half[load] for half in self.halves), strict=True)))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 1 where a gain is missed by more than a tenth."""
+    """Returns the exit code: 1 where a gain is missed by more than a tenth, although it is known
+    how often the drafts were right."""
     command = Command(__spec__.name, __doc__)
     command.add("--traces", help="OFF,ON: of draft_speed's two servers (default: repeat a result)")
     command.add("--measured", type=Path, default=MEASURED, help="draft_speed's result")
@@ -103,21 +138,21 @@ def _predict(options: Options) -> Report:
     else:
         off, on = options.traces.split(",")
         measured = measured_from(Path(off), Path(on), read_record(options.measured))
-    predicted = predicted_gains(measured, options.rounds)
-    kinds = {load: kind.alike() for load, kind in measured.kinds.items()}
-    by_kind = predicted_gains(msgspec.structs.replace(measured, kinds=kinds), options.rounds)
+    predicted = {
+        how: prediction(measured, options.rounds, own_acceptance=how == BY_TEXT)
+        for how in (BY_TEXT, BY_OTHERS)
+    }
     return Report(
         name="draft_forecast",
-        texts=[_gain_table(measured, predicted, by_kind), _acceptance_table(measured.kinds)],
+        texts=[_gain_table(measured, predicted), _acceptance_table(measured)],
         facts={"Simulation": {"rounds": str(options.rounds), "measured": options.measured.stem}},
         record={
             "measured": msgspec.to_builtins(measured),
-            "predicted": predicted,
-            "by_kind": by_kind,
+            "predicted": msgspec.to_builtins(predicted),
         },
         problems=[
             f"{load}: predicted {error:+.1%} of the measured gain"
-            for load, error in _errors(measured, predicted).items()
+            for load, error in errors(measured, predicted[BY_TEXT]).items()
             if abs(error) > MOST_ERROR
         ],
     )
@@ -138,59 +173,127 @@ def recorded(path: Path) -> Measured:
 
 def measured_from(off: Path, on: Path, speed: Mapping[str, Any]) -> Measured:
     """The measurements in the traces of two servers and in `draft_speed`'s record of their runs."""
-    seconds: dict[str, dict[tuple[str, int], float]] = {}
+    totals: dict[str, dict[tuple[str, int], float]] = {}
     for drafts, load, number, run_s, _ in speed["runs"]:
-        seconds.setdefault(load, {})[drafts, number] = run_s
-    rounds = max(number for _, number in next(iter(seconds.values())))
-    *lone, shared = seconds
+        totals.setdefault(load, {})[drafts, number] = run_s
+    rounds = max(number for _, number in next(iter(totals.values())))
+    *lone, shared = totals
     sizes = dict.fromkeys(lone, 8) | {shared: 8 * len(lone)}
     plain, drafted = (
         runs_by_load([drafts_apart(one) for one in read_trace(path)], sizes, rounds)
         for path in (off, on)
     )
-    first = chain.from_iterable(runs[0] for of in (plain, drafted) for runs in of.values())
-    fitted = fit_records([*first], f"{off} and {on}", is_robust=True)
-    kinds = {}
-    for load in lone:
-        requests = [*chain.from_iterable(map(lone_requests, drafted[load]))]
-        of_kind = acceptance_of(requests)
-        texts = [
-            Text(one.prompt_tokens, one.output_tokens, acceptance_of([one], of_kind))
-            for one in requests[: sizes[load]]
-        ]
-        kinds[load] = TextKind(texts, of_kind)
+    loads = {load: (plain[load], drafted[load]) for load in lone}
+    all_texts = [*plain[shared][0], *drafted[shared][0]]
     return Measured(
-        costs=fitted.stages[0].costs,
-        host=fitted.host,
+        halves=(half_of(0, loads, all_texts), half_of(1, loads, all_texts)),
         gap_s=mean_gap_s(plain[lone[0]][0]),
-        kinds=kinds,
         clients=int(shared.split(", ")[1].split()[0]),
-        gains={
-            load: [of["off", number] / of["on", number] for number in range(1, rounds + 1)]
-            for load, of in seconds.items()
-        },
+        shared_gains=[
+            totals[shared]["off", number] / totals[shared]["on", number]
+            for number in range(2, rounds + 1)
+        ],
     )
 
 
-def predicted_gains(measured: Measured, rounds: int) -> dict[str, float]:
-    """The time of each load without drafts over that with, over so many simulated rounds. Texts are
-    drawn anew in each; before the first, a server learns what its steps take."""
-    off, on = (simulated_s(measured, rounds, most) for most in (0, draft_tokens_of(None)))
-    return {load: off[load] / on[load] for load in off}
+def texts_of_half(number: int, texts: Sequence[T]) -> list[T]:
+    """The first and the fourth of each four, or the others: a kind's prompts have two forms in
+    turn, and drafts gain more with one of them."""
+    return [one for at, one in enumerate(texts) if (at % 4 in (1, 2)) == bool(number)]
 
 
-def simulated_s(measured: Measured, rounds: int, draft_tokens: int) -> dict[str, float]:
-    """The seconds of all rounds of each load on one server."""
-    pipeline = _pipeline(measured, draft_tokens)
-    ids, seconds = TokenIds(), dict.fromkeys(measured.gains, 0.0)
-    for number in range(1 + rounds):
-        for load, clients in zip(measured.gains, _loads(measured, ids), strict=True):
-            taken_s = _served_s(pipeline, clients)
-            seconds[load] += taken_s if number else 0.0
+def half_of(
+    number: int,
+    loads: Mapping[str, tuple[Sequence[Sequence[StepRecord]], Sequence[Sequence[StepRecord]]]],
+    shared: Sequence[StepRecord],
+) -> Half:
+    """One half of the texts.
+
+    Args:
+        number: 0 or 1.
+        loads: the steps of each load's rounds without drafts, and with them.
+        shared: steps of several clients, which the costs are fitted to as well.
+    """
+    fitted_to, texts, seconds = list(shared), {}, {}
+    for load, servers in loads.items():
+        # Of each server, by round and text.
+        plain, drafted = ([texts_of_half(number, by_text(run)) for run in runs] for runs in servers)
+        fitted_to += chain.from_iterable((*plain[0], *drafted[0]))
+        requests = [next(lone_requests(text)) for run in drafted for text in run]
+        of_all = acceptance_of(one.runs for one in requests)
+        texts[load] = [
+            Text(one.prompt_tokens, one.output_tokens, acceptance_of([one.runs], of_all))
+            for one in requests[: len(drafted[0])]
+        ]
+        seconds[load] = [
+            [(elapsed_s(off), elapsed_s(on)) for off, on in zip(*runs, strict=True)]
+            for runs in zip(plain, drafted, strict=True)
+        ]
+    fitted = fit_records(fitted_to, "the first round", is_robust=True)
+    return Half(fitted.stages[0].costs, fitted.host, texts, seconds)
+
+
+def prediction(measured: Measured, rounds: int, *, own_acceptance: bool) -> Predicted:
+    """The seconds of each half, from the step times of the other one, over so many simulated
+    rounds.
+
+    Args:
+        own_acceptance: drafts are right as often as in the same text; otherwise as often as in a
+            text of the other half, in each round another one.
+    """
+
+    def texts_of(number: int, load: str, turn: int) -> list[Text]:
+        texts, others = (measured.halves[at].texts[load] for at in (number, 1 - number))
+        if own_acceptance:
+            return texts
+        return [
+            msgspec.structs.replace(one, acceptance=others[(at + turn) % len(others)].acceptance)
+            for at, one in enumerate(texts)
+        ]
+
+    def lone(number: int, turn: int) -> Loads:
+        return {load: [texts_of(number, load, turn)] for load in measured.loads}
+
+    def shared(turn: int) -> Loads:
+        both = [
+            [*chain.from_iterable(zip(*(texts_of(at, load, turn) for at in (0, 1)), strict=True))]
+            for load in measured.loads
+        ]
+        in_turn = [*chain.from_iterable(zip(*both, strict=True))]
+        return {"": [in_turn[at :: measured.clients] for at in range(measured.clients)]}
+
+    first, second = (
+        simulated_s(measured.halves[1 - at], measured.gap_s, partial(lone, at), rounds)
+        for at in (0, 1)
+    )
+    (of_all,) = simulated_s(measured.halves[0], measured.gap_s, shared, rounds).values()
+    return Predicted((first, second), of_all)
+
+
+def simulated_s(
+    known: Half, gap_s: float, loads_of: Callable[[int], Loads], rounds: int
+) -> dict[str, tuple[float, float]]:
+    """The seconds of all rounds of each load, on a server without drafts and on one with, whose
+    step times are those of `known`. Texts are drawn anew in each round; before the first, the
+    server learns what its steps take."""
+    off, on = (_served(known, gap_s, loads_of, rounds, most) for most in (0, draft_tokens_of(None)))
+    return {load: (off[load], on[load]) for load in off}
+
+
+def _served(
+    known: Half, gap_s: float, loads_of: Callable[[int], Loads], rounds: int, draft_tokens: int
+) -> dict[str, float]:
+    pipeline, ids = _pipeline(known, draft_tokens), TokenIds()
+    seconds = dict.fromkeys(loads_of(0), 0.0)
+    for turn in range(1 + rounds):
+        for load, clients in loads_of(turn).items():
+            asked = [_client(texts, ids, gap_s) for texts in clients]
+            taken_s = _served_s(pipeline, asked)
+            seconds[load] += taken_s if turn else 0.0
     return seconds
 
 
-def _pipeline(measured: Measured, draft_tokens: int) -> VirtualPipeline:
+def _pipeline(known: Half, draft_tokens: int) -> VirtualPipeline:
     args = SchedulingArgs(radix_cache=False, draft_tokens=draft_tokens)
     scheduler = StepScheduler(
         args,
@@ -200,33 +303,29 @@ def _pipeline(measured: Measured, draft_tokens: int) -> VirtualPipeline:
         context_length=POOL_TOKENS,
     )
     costs = FittedCosts(
-        stages=(StepPredictor(measured.costs),),
+        stages=(StepPredictor(known.costs),),
         noise=((1.0,),),
         link=SimulatedLink(),
-        host=measured.host,
+        host=known.host,
         errors=(0.0,),
     )
     return VirtualPipeline(scheduler, costs, StepForecast(StagePlan(0, costs.layer_counts)))
 
 
-def _loads(measured: Measured, ids: TokenIds) -> Iterable[list[SimulatedRequest]]:
-    """The clients of each load, each as a chain of its requests."""
-    kinds = [
+def _client(texts: Sequence[Text], ids: TokenIds, gap_s: float) -> SimulatedRequest:
+    """Asks for one text after the other."""
+    return SimulatedRequest.chain(
         [
             SimulatedRequest(
                 arrival_s=0.0,
                 prompt=(ids.fresh(text.prompt_tokens),),
                 output=ids.fresh(text.output_tokens),
-                think_s=measured.gap_s,
+                think_s=gap_s,
                 acceptance=text.acceptance,
             )
-            for text in kind.texts
+            for text in texts
         ]
-        for kind in measured.kinds.values()
-    ]
-    yield from ([SimulatedRequest.chain(of_kind)] for of_kind in kinds)
-    in_turn = [*chain.from_iterable(zip(*kinds, strict=True))]
-    yield [SimulatedRequest.chain(in_turn[n :: measured.clients]) for n in range(measured.clients)]
+    )
 
 
 def _served_s(pipeline: VirtualPipeline, clients: Sequence[SimulatedRequest]) -> float:
@@ -238,37 +337,53 @@ def _served_s(pipeline: VirtualPipeline, clients: Sequence[SimulatedRequest]) ->
     return max(one.finished_s or 0.0 for one in served[num_before:]) - began_s
 
 
-def _errors(measured: Measured, predicted: Mapping[str, float]) -> dict[str, float]:
-    return {load: predicted[load] / median(gains) - 1.0 for load, gains in measured.gains.items()}
+def errors(measured: Measured, predicted: Predicted) -> dict[str, float]:
+    """By how much the gain of each load is missed, over both halves, and that of all texts shared
+    by several clients."""
+    found = {
+        load: predicted.gain(load) / median(measured.gains(load)) - 1.0 for load in measured.loads
+    }
+    shared = _ratio(predicted.shared) / median(measured.shared_gains) - 1.0
+    return found | {_shared_name(measured): shared}
 
 
-def _gain_table(
-    measured: Measured, predicted: Mapping[str, float], by_kind: Mapping[str, float]
-) -> str:
-    errors, errors_by_kind = _errors(measured, predicted), _errors(measured, by_kind)
-    rows = [
-        [
-            load,
-            f"{median(gains):.2f} ({min(gains):.2f} to {max(gains):.2f})",
-            *(f"{predicted[load]:.2f}", f"{errors[load]:+.1%}"),
-            *(f"{by_kind[load]:.2f}", f"{errors_by_kind[load]:+.1%}"),
-        ]
-        for load, gains in measured.gains.items()
-    ]
-    heads = ["load", "gain, measured", "predicted by text", "error", "by kind", "error"]
-    return markdown_table(heads, rows)
+def _shared_name(measured: Measured) -> str:
+    return f"all kinds, {measured.clients} clients"
 
 
-def _acceptance_table(kinds: Mapping[str, TextKind]) -> str:
+def _ratio(off_and_on_s: Iterable[float]) -> float:
+    off_s, on_s = off_and_on_s
+    return off_s / on_s
+
+
+def _gain_table(measured: Measured, predicted: Mapping[str, Predicted]) -> str:
+    rows: list[list[str]] = []
+
+    def add(load: str, gains: Sequence[float], told: Iterable[float]) -> None:
+        middle = median(gains)
+        cells = [(f"{one:.2f}", f"{one / middle - 1.0:+.1%}") for one in told]
+        gain = f"{middle:.2f} ({min(gains):.2f} to {max(gains):.2f})"
+        rows.append([load, gain, *chain.from_iterable(cells)])
+
+    for load in measured.loads:
+        for at, half in enumerate(measured.halves):
+            told = [_ratio(one.halves[at][load]) for one in predicted.values()]
+            add(f"{load}: half {at + 1}", half.gains(load), told)
+        add(f"{load}: both", measured.gains(load), [one.gain(load) for one in predicted.values()])
+    shared = [_ratio(one.shared) for one in predicted.values()]
+    add(_shared_name(measured), measured.shared_gains, shared)
+    heads = [part for how in predicted for part in (f"predicted {how}", "error")]
+    return markdown_table(["load", "gain, measured", *heads], rows)
+
+
+def _acceptance_table(measured: Measured) -> str:
     heads = ["load", "draft found", "right after a wrong one", "after 1 right", "2", "3", "10"]
-    rows = [
-        [
-            load,
-            f"{kind.acceptance.found:.0%}",
-            *(f"{kind.acceptance.chance(run):.0%}" for run in (0, 1, 2, 3, 10)),
-        ]
-        for load, kind in kinds.items()
-    ]
+    rows = []
+    for load in measured.loads:
+        found = [text.acceptance for half in measured.halves for text in half.texts[load]]
+        chances = (fmean(one.chance(run) for one in found) for run in (0, 1, 2, 3, 10))
+        cells = [f"{chance:.0%}" for chance in chances]
+        rows.append([load, f"{fmean(one.found for one in found):.0%}", *cells])
     return markdown_table(heads, rows)
 
 

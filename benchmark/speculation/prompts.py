@@ -116,9 +116,10 @@ KINDS: dict[str, Callable[[], list[str]]] = {
     "retrieval": retrieval_answers,
     "JSON": records,
     "JSON by schema": orders,
+    "JSON, same prompts": orders,
     "chat": chats,
 }
-# The schemas of the kinds whose answers are held to one.
+# The schemas of the kinds whose answers are held to one; the kind behind it shows what that costs.
 SCHEMAS = {"JSON by schema": json.dumps(_ORDER_SCHEMA)}
 
 

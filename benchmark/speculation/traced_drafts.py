@@ -11,11 +11,8 @@ from itertools import pairwise
 
 import msgspec
 
+from sgl_pipeline.draft_runs import DraftRuns
 from sgl_pipeline.records.trace import StepRecord
-from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance
-
-# Chances are counted apart for runs of so many right tokens, and together for longer ones.
-LONGEST_RUN = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +23,14 @@ class TracedRequest:
     prompt_tokens: int
     output_tokens: int
     drafts: tuple[tuple[int, int], ...]
+
+    @property
+    def runs(self) -> DraftRuns:
+        """How often its drafts were right; a decode without one counts as a lookup in vain."""
+        runs = DraftRuns()
+        for num_drafted, num_right in self.drafts:
+            runs.note(num_drafted, num_right)
+        return runs
 
 
 def drafts_apart(record: StepRecord) -> StepRecord:
@@ -78,41 +83,24 @@ def lone_requests(records: Sequence[StepRecord]) -> Iterator[TracedRequest]:
             steps = []
 
 
+def by_text(records: Sequence[StepRecord]) -> list[list[StepRecord]]:
+    """The steps of each request of a run of one client."""
+    found: list[list[StepRecord]] = [[]]
+    for record in records:
+        found[-1].append(record)
+        if record.ended:
+            found.append([])
+    return found[:-1]
+
+
+def elapsed_s(text: Sequence[StepRecord]) -> float:
+    """Seconds from the first step of a lone request to the end of its last."""
+    return text[-1].finished_s - text[0].scheduled_s
+
+
 def mean_gap_s(records: Sequence[StepRecord]) -> float:
     """Mean seconds of one client from an answer to the first step of the next request."""
     gaps = [
         after.scheduled_s - before.finished_s for before, after in pairwise(records) if before.ended
     ]
     return sum(gaps) / len(gaps)
-
-
-def acceptance_of(
-    requests: Sequence[TracedRequest], kind: DraftAcceptance | None = None
-) -> DraftAcceptance:
-    """The acceptance of the drafts of `requests`, counted over all of them.
-
-    Where a whole draft was right, the token behind it was not drafted: its run counts as going on.
-
-    Args:
-        kind: that of more texts like these, which counts as one token more behind each run.
-    """
-    checked, right = [0.0] * (LONGEST_RUN + 1), [0.0] * (LONGEST_RUN + 1)
-    lookups = found = 0.0
-    if kind is not None:
-        checked, lookups, found = [1.0] * (LONGEST_RUN + 1), 1.0, kind.found
-        right = [kind.chance(run) for run in range(LONGEST_RUN + 1)]
-    for request in requests:
-        run = 0
-        for num_drafted, num_right in request.drafts:
-            if not run:
-                lookups += 1
-                found += num_drafted > 0
-            for place in range(min(num_drafted, num_right + 1)):
-                at = min(run + place, LONGEST_RUN)
-                checked[at] += 1
-                right[at] += place < num_right
-            run = run + num_right + 1 if 0 < num_drafted == num_right else 0
-    known = [pair for pair in zip(right, checked, strict=True) if pair[1]]
-    return DraftAcceptance(
-        tuple(r / n for r, n in known) or (0.0,), found / lookups if lookups else 0.0
-    )

@@ -294,7 +294,10 @@ class PipelineCore:
         running = [len(one.output_ids) for one in self.scheduler.requests()]
         lengths = OutputLengths(self.recent_load.output_lengths(), running)
         last_end_s = recent[-1].finished_s
-        return Forecaster(outlook, pace, lengths, in_flight, last_end_s, now_s).run()
+        expected_tokens = self.scheduler.drafts.expected_tokens
+        return Forecaster(
+            outlook, pace, lengths, in_flight, expected_tokens, last_end_s, now_s
+        ).run()
 
     def recent_work(self, window_s: float, now_s: float) -> RecentWork:
         """The load of the last `window_s` seconds, as the simulator runs it again."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from sgl_pipeline.draft_runs import DraftRuns
 from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.requests import Request
@@ -22,7 +23,8 @@ NUM_LENGTHS = 256
 
 class PastRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request as it came and as it was served; moments in seconds of the driver's clock. If it
-    has not ended, `output_tokens` counts its tokens so far and `total_ms` is None."""
+    has not ended, `output_tokens` counts its tokens so far and `total_ms` is None. `drafts`, if it
+    had any looked up."""
 
     arrival_s: float
     prompt_tokens: int
@@ -30,6 +32,7 @@ class PastRequest(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     first_token_ms: float | None = None
     total_ms: float | None = None
+    drafts: DraftRuns | None = None
 
     @classmethod
     def live(cls, request: Request) -> "PastRequest":
@@ -43,6 +46,7 @@ class PastRequest(msgspec.Struct, frozen=True, array_like=True):
             request.cached_tokens,
             len(request.output_ids),
             first_token_ms,
+            drafts=request.drafts.runs,
         )
 
     @property
@@ -73,6 +77,7 @@ class RecentLoad:
                     ended.output_tokens,
                     ended.first_token_ms,
                     ended.total_ms,
+                    ended.drafts,
                 )
             )
 

@@ -3,15 +3,16 @@ recent steps.
 
 It is made when an operator asks. The queue, the policy and the pages are the scheduler's; the ends
 of requests are guessed from the lengths of recent answers. It assumes no later arrival, no
-retraction, and that the order stays what it is now: a cache-aware one changes with the cache. It
-reads no clock and changes nothing.
+retraction, and that the order stays what it is now: a cache-aware one changes with the cache. A
+decode gives one token, because no request has drafts while another one waits; those in flight give
+what their drafts are expected to. It reads no clock and changes nothing.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.pipeline.output_lengths import OutputLengths, even_share
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.requests import Request, RequestState
@@ -67,6 +68,7 @@ class Forecaster:
         pace: of the recent steps.
         lengths: of recent answers.
         in_flight: the open steps, oldest first, each with the moment of its decision.
+        expected_tokens: that a chunk in flight gives its request, with its drafts.
         last_end_s: end of the step before these.
         now_s: the clock of all moments.
     """
@@ -77,6 +79,7 @@ class Forecaster:
         pace: StepPace,
         lengths: OutputLengths,
         in_flight: Sequence[tuple[Microbatch, float]],
+        expected_tokens: Callable[[Chunk], float],
         last_end_s: float,
         now_s: float,
     ) -> None:
@@ -106,11 +109,17 @@ class Forecaster:
         self._ran_s: float | None = None if self._waiting else now_s
         self._token_s: float | None = None
         for microbatch, scheduled_s in in_flight:
-            drawing = tuple(
-                self._job(Demand.in_flight(chunk.request, outlook.page_size))
+            chunks = [
+                chunk
                 for chunk in microbatch.chunks
                 if chunk.samples and chunk.request.state is RequestState.RUNNING
+            ]
+            drawing = tuple(
+                self._job(Demand.in_flight(chunk.request, outlook.page_size)) for chunk in chunks
             )
+            for job, chunk in zip(drawing, chunks, strict=True):
+                # Beyond the one token that every step of a forecast gives.
+                job.output_left = max(1, job.output_left + 1 - round(expected_tokens(chunk)))
             self._running.update(drawing)
             self._send(drawing, scheduled_s, microbatch.num_tokens)
 

@@ -12,6 +12,7 @@ from typing import IO, Protocol
 
 import msgspec
 
+from sgl_pipeline.draft_runs import DraftRuns
 from sgl_pipeline.records.event import Event
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import Request
@@ -19,7 +20,8 @@ from sgl_pipeline.step_work import StepWork
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that ended by itself: its size, and how long it took since it arrived."""
+    """A request that ended by itself: its size, and how long it took since it arrived; of its
+    drafts, if it had any looked up, how often they were right."""
 
     request_id: str
     prompt_tokens: int
@@ -29,6 +31,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     queue_ms: float  # until its first chunk was scheduled
     first_token_ms: float  # until its first token was known
     total_ms: float
+    drafts: DraftRuns | None = None
 
     @classmethod
     def of(cls, request: Request, now_s: float) -> "RequestRecord":
@@ -43,6 +46,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
             queue_ms=(request.started_s - request.arrival_s) * 1e3,
             first_token_ms=(request.first_token_s - request.arrival_s) * 1e3,
             total_ms=(now_s - request.arrival_s) * 1e3,
+            drafts=request.drafts.runs,
         )
 
 

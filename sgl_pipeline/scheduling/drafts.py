@@ -6,6 +6,8 @@ are free ones that no running request is about to need.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 from sgl_pipeline.microbatch import Chunk, work_of
@@ -144,6 +146,15 @@ class Drafts:
         drafter = self._drafters.get(request) or _Drafter(self.source_of(request))
         return drafter.best_chance(request)
 
+    def expected_tokens(self, chunk: Chunk) -> float:
+        """The mean number of tokens that a step in flight with `chunk`, which samples, gives its
+        request: one, and a draft token if those before it are right too."""
+        if not chunk.draft_ids:
+            return 1.0
+        drafter = self._drafters[chunk.request]
+        chances = drafter.chances(drafter.draft)[: len(chunk.draft_ids)]
+        return 1.0 + sum(accumulate(chances, mul))
+
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._drafters.pop(request, None)
@@ -163,8 +174,12 @@ class Drafts:
             return _NO_DRAFT
         if request.constraint is not None:
             most = min(most, grammar_most)
-            return grammar_draft(request.constraint, most, drafter.source.next_token)
-        return guessed(drafter.source.draft(most))
+            draft = grammar_draft(request.constraint, most, drafter.source.next_token)
+        else:
+            draft = guessed(drafter.source.draft(most))
+        if not draft.token_ids:
+            request.drafts.note_none()
+        return draft
 
     def _go(self, chunk: Chunk, draft: Draft) -> Chunk:
         """The chunk with as much of `draft` as there are pages for."""

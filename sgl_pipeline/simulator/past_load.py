@@ -3,20 +3,27 @@ other knobs.
 
 Each cached prefix counts as the beginning of one prefix that all requests share and that is cached
 when the first arrives: hits are as long as they were; what evicts them is not simulated. Answers
-that have not ended get lengths like those that have.
+that have not ended get lengths like those that have. Drafts are right as often as they were, behind
+runs of right ones as long; a request that had none is like all others together.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.output_lengths import OutputLengths, even_share
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.calibration import FittedCosts, fit_records
 from sgl_pipeline.simulator.simulation import Simulation
+from sgl_pipeline.simulator.virtual_drafts import acceptance_of
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import Segment, SimulatedRequest, TokenIds
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 
 # The newest requests that are run again.
@@ -90,9 +97,24 @@ class PastLoad:
             num_stages=self.costs.num_stages,
             context_length=self.work.pool_tokens,
         )
-        simulation = VirtualPipeline(scheduler, self.costs).run(self.requests, on_progress)
+        simulation = VirtualPipeline(scheduler, self.costs, self._forecast()).run(
+            self.requests, on_progress
+        )
         served = tuple(one for one in simulation.requests if one.asked is not self.requests[0])
         return replace(simulation, requests=served)
+
+    def _forecast(self) -> StepForecast:
+        """What the server knows of its steps: the times of the slowest stage."""
+        works = [step.work for step in self.work.steps]
+
+        def total_ms(stage: StepPredictor) -> float:
+            parts = map(stage.parts_ms, works)
+            return sum(one.layer_ms + one.tail_ms for one in parts)
+
+        counts = self.costs.layer_counts
+        slowest = max(self.costs.stages, key=total_ms).costs
+        alike = msgspec.structs.replace(slowest, layer_weights=(1.0,) * len(counts))
+        return StepForecast(StagePlan(0, counts), StepPredictor(alike), learns=False)
 
 
 def past_requests(past: Sequence[PastRequest]) -> list[SimulatedRequest]:
@@ -104,6 +126,7 @@ def past_requests(past: Sequence[PastRequest]) -> list[SimulatedRequest]:
         (one.output_tokens for one in newest if one.total_ms is not None),
         (one.output_tokens for one in newest if one.total_ms is None),
     )
+    of_all = acceptance_of(one.drafts for one in newest if one.drafts is not None)
     longest = max((one.output_tokens for one in newest), default=1)
     requests = [SimulatedRequest(arrival_s=0.0, prompt=(shared,), output=ids.fresh(1))]
     for number, one in enumerate(newest):
@@ -118,6 +141,7 @@ def past_requests(past: Sequence[PastRequest]) -> list[SimulatedRequest]:
                 arrival_s=_WARM_UP_S + one.arrival_s - newest[0].arrival_s,
                 prompt=(cached, fresh) if one.cached_tokens else (fresh,),
                 output=ids.fresh(output_tokens),
+                acceptance=of_all if one.drafts is None else acceptance_of([one.drafts], of_all),
             )
         )
     return requests

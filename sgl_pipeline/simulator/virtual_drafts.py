@@ -4,10 +4,11 @@ The scheduler's own `Drafts` asks for them, learns how often they are right and 
 rows; only the lookup in the text is replaced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from sgl_pipeline.draft_runs import LONGEST_RUN, DraftRuns
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.requests import Request
 
@@ -35,6 +36,30 @@ class DraftAcceptance:
 
 
 NEVER_RIGHT = DraftAcceptance((0.0,), found=0.0)
+
+
+def acceptance_of(
+    texts: Iterable[DraftRuns], alike: DraftAcceptance | None = None
+) -> DraftAcceptance:
+    """The acceptance of drafts in all of `texts`.
+
+    Args:
+        alike: that of more texts like these, which counts as one token more behind each run.
+    """
+    checked, right = [0.0] * (LONGEST_RUN + 1), [0.0] * (LONGEST_RUN + 1)
+    lookups = found = 0.0
+    if alike is not None:
+        checked, lookups, found = [1.0] * (LONGEST_RUN + 1), 1.0, alike.found
+        right = [alike.chance(run) for run in range(LONGEST_RUN + 1)]
+    for text in texts:
+        lookups += text.lookups
+        found += text.found
+        checked = [a + b for a, b in zip(checked, text.checked, strict=True)]
+        right = [a + b for a, b in zip(right, text.right, strict=True)]
+    known = [pair for pair in zip(right, checked, strict=True) if pair[1]]
+    return DraftAcceptance(
+        tuple(r / n for r, n in known) or (0.0,), found / lookups if lookups else 0.0
+    )
 
 
 class VirtualDrafts:

@@ -17,6 +17,7 @@ from sgl_pipeline.pipeline.request_forecast import RequestForecast
 from sgl_pipeline.requests import FinishReason, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.throttle import make_policy
@@ -129,6 +130,38 @@ def test_before_any_answer_has_ended_a_full_house_is_unknown() -> None:
     nobody = [one for one in unknown if "none has ended" in one.forecast.reason]
     assert nobody and all(one.forecast.runs_in_s is None for one in nobody)
     assert all(one.forecast.num_ended == 0 for one in nobody)
+
+
+def test_steps_in_flight_give_what_their_drafts_are_expected_to() -> None:
+    """An answer that others wait for is drafted no more, but its newest step has drafts."""
+    scheduler = new_scheduler(
+        SchedulingArgs(max_running_requests=1, draft_tokens=3),
+        num_pages=4_000,
+        num_stages=4,
+        context_length=10_000,
+    )
+    pipeline, ids = VirtualPipeline(scheduler, CLUSTER.costs()), TokenIds()
+    first, running, late = (
+        SimulatedRequest(
+            arrival_s=arrival_s,
+            prompt=(ids.fresh(50),),
+            output=ids.fresh(60),
+            acceptance=DraftAcceptance((1.0,)),
+        )
+        for arrival_s in (0.0, 10.0, 10.6)
+    )
+    told: list[Told] = []
+
+    def ask(_: int, now_s: float) -> None:
+        waiting = [one for one in scheduler.requests() if one.started_s is None]
+        chunks = [one for step in pipeline._core.open_steps for one in step.microbatch.chunks]
+        if waiting and any(chunk.draft_ids for chunk in chunks):
+            outlook = scheduler.outlook(waiting[0].request_id)
+            assert outlook is not None
+            told.append(Told(pipeline._core.forecast(outlook, now_s), now_s, waiting[0]))
+
+    pipeline.run([first, running, late], ask)
+    assert told and max(map(abs, errors(told))) < 0.03
 
 
 def test_a_forecast_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 5, "max_new_tokens": 40},
     {"temperature": 0.5, "sampling_seed": 6, "max_new_tokens": 40, "frequency_penalty": 0.3},
     {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True, "stop": ["a", "e"]},
+    {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True, "stop_token_ids": [260, 265, 270]},
+    {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True, "n": 2},
+    {"temperature": 0.9, "sampling_seed": 4, "max_new_tokens": 13, "min_p": 0.1, "n": 3},
+    {"temperature": 0, "max_new_tokens": 40, "min_new_tokens": 20, "logit_bias": {"262": 4.0}},
     {"temperature": 0, "max_new_tokens": 60, "json_schema": SCHEMA},
     {"temperature": 0.9, "sampling_seed": 7, "max_new_tokens": 60, "json_schema": SCHEMA},
     {"temperature": 0.9, "sampling_seed": 8, "max_new_tokens": 40, "regex": "It is [a-z]+\\."},
@@ -44,6 +49,10 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 def answers(engine: Engine, prompts: str | list[str], sampling: dict[str, Any]) -> list[Any]:
     replies = engine.generate(prompts, sampling, return_logprob=True, top_logprobs_num=2)
     one_by_one = replies if isinstance(replies, list) else [replies]
+    for reply in one_by_one:
+        told = reply["meta_info"]
+        assert told["completion_tokens"] == len(reply["output_ids"]) <= sampling["max_new_tokens"]
+        assert len(told["output_token_logprobs"]) == len(reply["output_ids"])
     fields = ("finish_reason", "output_token_logprobs", "output_top_logprobs")
     return [
         (reply["output_ids"], reply["text"], *(reply["meta_info"][field] for field in fields))
@@ -58,6 +67,30 @@ def test_answers_are_those_without_drafts(
     plain, drafting = engines
     for prompts in (PROMPTS[0], PROMPTS):
         assert answers(drafting, prompts, sampling) == answers(plain, prompts, sampling)
+
+
+def test_an_answer_may_end_at_any_token_of_a_draft(engines: tuple[Engine, Engine]) -> None:
+    plain, drafting = engines
+    whole = plain.generate(PROMPTS[0], SAMPLINGS[0])
+    text, tokens = whole["text"], whole["output_ids"]
+    ends: list[dict[str, Any]] = [{"max_new_tokens": most} for most in range(40, 53)]
+    ends += [{"stop": [text[at : at + 3]]} for at in range(4, len(text) - 3, 4)]
+    ends += [{"stop_token_ids": [token], "min_new_tokens": 20} for token in set(tokens[20:40])]
+    for end in ends:
+        sampling = SAMPLINGS[0] | end
+        assert answers(drafting, PROMPTS[0], sampling) == answers(plain, PROMPTS[0], sampling), end
+
+
+def test_a_stream_has_every_token_once(engines: tuple[Engine, Engine]) -> None:
+    """Several at a time, where drafts were right."""
+    plain, drafting = engines
+    expected = plain.generate(PROMPTS[0], SAMPLINGS[0])
+    events = list(drafting.generate(PROMPTS[0], SAMPLINGS[0], stream=True))
+    counts = [event["meta_info"]["completion_tokens"] for event in events]
+    assert [len(event["output_ids"]) for event in events] == counts == sorted(counts)
+    assert any(after - before > 1 for before, after in pairwise(counts))
+    last = events[-1]
+    assert (last["output_ids"], last["text"]) == (expected["output_ids"], expected["text"])
 
 
 def test_an_answer_tells_of_its_drafts(engines: tuple[Engine, Engine]) -> None:
@@ -79,6 +112,6 @@ def test_drafts_are_counted(engines: tuple[Engine, Engine]) -> None:
     (facts,) = drafting.get_server_info()["internal_states"]
     assert facts["spec_num_proposed_drafts"] > facts["spec_num_correct_drafts"] > 0
     assert facts["avg_spec_accept_length"] > 1.0
-    assert facts["why_no_drafts"] == "no request decodes"
+    assert (facts["no_drafts"], facts["why_no_drafts"]) == ("idle", "no request decodes")
     (facts,) = plain.get_server_info()["internal_states"]
     assert facts["spec_num_proposed_drafts"] == facts["avg_spec_accept_length"] == 0

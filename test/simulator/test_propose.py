@@ -1,5 +1,6 @@
 """Proposals are held to what they promise: on the pipeline that the records are of, not the fit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -8,16 +9,20 @@ import pytest
 from support.pipelines import new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.draft_runs import DraftRuns
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.goodput import LatencyTarget
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
 from sgl_pipeline.records.throttle_change import Knob
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.past_load import past_requests
 from sgl_pipeline.simulator.propose import KnobProposal, Prediction, TuneTask, predict, propose
+from sgl_pipeline.simulator.virtual_drafts import NEVER_RIGHT, DraftAcceptance
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds, poisson_arrivals
+from sgl_pipeline.stage_plan import StagePlan
 
 pytestmark = pytest.mark.slow
 
@@ -27,24 +32,28 @@ BAD = ThrottleArgs(max_prefill_tokens=64, prefill_spread_steps=32)
 TARGET = LatencyTarget(ttft_ms=800.0, tpot_ms=200.0)
 
 
-def load(num_requests: int = 60) -> list[SimulatedRequest]:
+def load(
+    num_requests: int = 60, rate_per_s: float = 5.0, acceptance: DraftAcceptance = NEVER_RIGHT
+) -> list[SimulatedRequest]:
     random, ids = Random(5), TokenIds()
     requests = [
         SimulatedRequest(
             arrival_s=0.0,
             prompt=(ids.fresh(random.randint(200, 1500)),),
             output=ids.fresh(random.randint(10, 60)),
+            acceptance=acceptance,
         )
         for _ in range(num_requests)
     ]
-    return poisson_arrivals(requests, 5.0, random)
+    return poisson_arrivals(requests, rate_per_s, random)
 
 
 class Server:
-    """A pipeline with knobs that serves `load`, and keeps its past."""
+    """A pipeline with knobs that serves `load`, and keeps its past. With drafts it learns what its
+    steps take."""
 
-    def __init__(self, throttle: ThrottleArgs, page_size: int = 16) -> None:
-        args = SchedulingArgs(page_size=page_size)
+    def __init__(self, throttle: ThrottleArgs, page_size: int = 16, draft_tokens: int = 0) -> None:
+        args = SchedulingArgs(page_size=page_size, draft_tokens=draft_tokens)
         scheduler = new_scheduler(
             args,
             throttle,
@@ -52,12 +61,14 @@ class Server:
             num_stages=4,
             context_length=POOL_TOKENS,
         )
-        self.pipeline = VirtualPipeline(scheduler, CLUSTER.costs())
+        costs = CLUSTER.costs()
+        forecast = StepForecast(StagePlan(0, costs.layer_counts)) if draft_tokens else None
+        self.pipeline = VirtualPipeline(scheduler, costs, forecast)
         self.core = self.pipeline._core
         self.core.throttle = ThrottleControl(scheduler, throttle, args.accounting, 4096)
 
-    def serve(self) -> Prediction:
-        return predict(self.pipeline.run(load()), TARGET)
+    def serve(self, requests: Sequence[SimulatedRequest] | None = None) -> Prediction:
+        return predict(self.pipeline.run(requests or load()), TARGET)
 
     def work(self) -> RecentWork:
         now_s = self.core.recent_load.steps[-1].finished_s
@@ -138,6 +149,36 @@ def test_too_few_steps_are_refused(bad_server: tuple[Server, Prediction]) -> Non
     work = bad_server[0].work()
     with pytest.raises(ConfigurationError, match="200 of different sizes"):
         propose(task_of(msgspec.structs.replace(work, steps=work.steps[:100])))
+
+
+def test_drafts_are_served_again() -> None:
+    """Texts of two kinds, one of which repeats itself in runs."""
+    runs = DraftAcceptance((0.4, 0.9), found=0.8)
+    seldom = DraftAcceptance((0.1,), found=0.3)
+    requests = load(80, 0.8)
+    texts = [
+        replace(one, acceptance=(runs, seldom)[number % 2]) for number, one in enumerate(requests)
+    ]
+    server = Server(ThrottleArgs(), draft_tokens=7)
+    measured, plain = server.serve(texts), Server(ThrottleArgs()).serve(requests)
+    assert measured.tpot_ms.mean < 0.8 * plain.tpot_ms.mean
+    work = server.work()
+    foreseen = propose(task_of(work, timeout_s=0.0)).now
+    assert foreseen.tpot_ms.mean == pytest.approx(measured.tpot_ms.mean, rel=0.1)
+
+
+def test_a_text_without_drafts_is_like_the_others() -> None:
+    counts = DraftRuns(lookups=4, found=2)
+    counts.checked[0], counts.right[0] = 8, 2
+    past = [
+        PastRequest(10.0, 100, 0, 20, 5.0, 50.0, counts),
+        PastRequest(11.0, 100, 0, 20, 5.0, 50.0),
+    ]
+    _, first, second = past_requests(past)
+    for acceptance in (first.acceptance, second.acceptance):
+        assert (acceptance.chance(0), acceptance.found) == (0.25, 0.5)
+    _, alone = past_requests(past[1:])
+    assert (alone.acceptance.chance(0), alone.acceptance.found) == (0.0, 0.0)
 
 
 def test_hits_are_as_long_as_they_were_and_live_answers_get_lengths() -> None:

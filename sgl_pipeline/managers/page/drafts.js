@@ -2,6 +2,9 @@
 
 import { byId, element, figure, legend, percent, shares } from "./look.js";
 
+/** Whether decodes may have drafts, in a few words: the rule by which none has one is a word like those of prompts. */
+export const draftsNow = (drafts) => (drafts.rule ? `none · ${drafts.rule}` : `up to ${figure(drafts.most_each)} each`);
+
 /** Fills the card from the newest tick; it is hidden where the server has no drafts. */
 export function showDrafts(model) {
   const { drafts } = model.tick;

@@ -1,7 +1,7 @@
 // The tables and bars: tiles, throttle, pages, layer plan, queue with what each request waits for.
 
 import { call, refusal } from "./api.js";
-import { showDrafts } from "./drafts.js";
+import { draftsNow, showDrafts } from "./drafts.js";
 import { CAUSES, RULES, byId, duration, element, figure, legend, percent, promptBudget, shares } from "./look.js";
 import { Tenants } from "./tenants.js";
 
@@ -86,6 +86,7 @@ export class Panels {
       ["Prompt budget", step ? `${promptBudget(step)} · ${step.bound}` : "–", "", "total"],
       ["Decode budget", step ? figure(step.decodeBudget) : "–", "", "total"],
     ];
+    if (tick.drafts) rows.push(["Drafts now", draftsNow(tick.drafts), "", "total"]);
     // A budget is neither exact nor naive, and may be as wide as both columns.
     byId("inputs").tBodies[0].replaceChildren(...rows.map(([name, exact, naive, kind]) => element("tr", { class: kind },
       element("td", {}, name), ...(kind ? [element("td", { colspan: 2 }, exact)]

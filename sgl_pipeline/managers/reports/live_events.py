@@ -116,12 +116,13 @@ def _step(step: StepRecord) -> list[Any]:
 
 
 def _drafts(drafts: DraftState) -> dict[str, Any]:
-    """Counts since the start; `why`: there are none now."""
+    """Counts since the start; `rule` and `why`, where there are none now."""
     return {
         "most_each": drafts.most_each,
         "steps": drafts.steps,
         "drafted": drafts.drafted_tokens,
         "accepted": drafts.accepted_tokens,
+        "rule": drafts.rule,
         "why": drafts.reason,
     }
 

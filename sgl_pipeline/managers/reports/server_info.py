@@ -103,6 +103,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "avg_spec_accept_length": state.drafts.accept_length,
         "spec_num_proposed_drafts": state.drafts.drafted_tokens,
         "spec_num_correct_drafts": state.drafts.accepted_tokens,
+        "no_drafts": state.drafts.rule or None,
         "why_no_drafts": state.drafts.reason or None,
         "num_steps": state.num_steps,
         "prefill_tokens": state.prefill_tokens,

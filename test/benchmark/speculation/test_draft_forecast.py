@@ -2,7 +2,6 @@
 figures of the result that is kept."""
 
 from collections.abc import Sequence
-from statistics import median
 
 import msgspec
 import pytest
@@ -10,25 +9,55 @@ from support.step_records import step_record
 
 from benchmark.speculation.draft_forecast import (
     MOST_ERROR,
+    Measured,
+    errors,
     newest_result,
-    predicted_gains,
+    prediction,
     recorded,
+    texts_of_half,
 )
 from benchmark.speculation.traced_drafts import (
     TracedRequest,
-    acceptance_of,
     drafts_apart,
     lone_requests,
     runs_by_load,
 )
 from sgl_pipeline.records.trace import StepRecord
+from sgl_pipeline.simulator.virtual_drafts import NEVER_RIGHT, acceptance_of
 
 
-def test_gains_are_predicted_within_a_tenth() -> None:
-    measured = recorded(newest_result())
-    assert len(measured.gains) == 5
-    for load, gain in predicted_gains(measured, rounds=2).items():
-        assert gain == pytest.approx(median(measured.gains[load]), rel=MOST_ERROR), load
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    return recorded(newest_result())
+
+
+def test_gains_are_predicted_within_a_tenth(measured: Measured) -> None:
+    found = errors(measured, prediction(measured, 4, own_acceptance=True))
+    assert len(found) == 5
+    assert all(abs(error) < MOST_ERROR for error in found.values()), found
+
+
+def test_no_half_is_predicted_from_itself(measured: Measured) -> None:
+    """Nothing but the lengths of its texts is looked at."""
+    first, second = measured.halves
+    blank = msgspec.structs.replace(
+        first,
+        costs=second.costs,
+        host=second.host,
+        texts={
+            load: [msgspec.structs.replace(one, acceptance=NEVER_RIGHT) for one in texts]
+            for load, texts in first.texts.items()
+        },
+    )
+    changed = msgspec.structs.replace(measured, halves=(blank, second))
+    before, after = (prediction(one, 1, own_acceptance=False).halves for one in (measured, changed))
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_halves_have_as_many_texts_of_each_form() -> None:
+    texts = "aAbBcCdD"
+    assert texts_of_half(0, texts) == list("aBcD") and texts_of_half(1, texts) == list("AbCd")
 
 
 def step(
@@ -79,7 +108,7 @@ def test_what_a_decode_gave_is_how_much_later_the_next_one_starts() -> None:
 def test_chances_are_counted_by_the_run_before_a_token(
     drafts: Sequence[tuple[int, int]], chances: tuple[float, ...], found: float
 ) -> None:
-    acceptance = acceptance_of([TracedRequest(4, 9, tuple(drafts))])
+    acceptance = acceptance_of([TracedRequest(4, 9, tuple(drafts)).runs])
     assert acceptance.found == found
     assert acceptance.chances[: len(chances)] == pytest.approx(chances)
 

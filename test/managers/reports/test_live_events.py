@@ -45,11 +45,12 @@ def test_a_step_has_its_moments_in_microseconds_since_it_was_scheduled() -> None
 def test_drafts_are_told_where_the_server_has_any() -> None:
     state = movable_core(2, 2).state(50.0)
     assert "drafts" not in told(state)
-    drafts = DraftState(most_each=11, steps=4, drafted_tokens=20, accepted_tokens=6, reason="why")
+    counts = {"most_each": 11, "steps": 4}
+    drafts = DraftState(**counts, drafted_tokens=20, accepted_tokens=6, rule="time", reason="why")
     event = told(msgspec.structs.replace(state, drafts=drafts, decodes=100))
     assert event["decoded"] == 106
-    numbers = {"most_each": 11, "steps": 4, "drafted": 20, "accepted": 6}
-    assert event["drafts"] == numbers | {"why": "why"}
+    numbers = counts | {"drafted": 20, "accepted": 6}
+    assert event["drafts"] == numbers | {"rule": "time", "why": "why"}
 
 
 def test_an_ended_request_has_its_times_and_nothing_that_it_said() -> None:
