@@ -4,6 +4,7 @@ Each stage gets its own fit, so unequal splits and the head need no model of the
 for the machine, the model, the split and the load on the processors of the run that it came from.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,6 +36,7 @@ BEYOND_KNOT = 1.5
 DRAFT_KNOTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0, 512.0)
 # The percentile that stands for a step that does not wait: the minimum may be a slip of a clock.
 FLOOR = 5
+GOLDEN_SECTION = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ class FittedCosts:
     Each stage is a single layer and a tail: a trace does not tell a stage's layers apart.
     Equal steps take unequal times where processors are shared with the front and the scheduler, and
     stages wait for each other's slow ones. So the noise is replayed: `noise[k][s]` is what recorded
-    step `k` took on stage `s` over its fit, and simulated steps take these in turn, over and over.
+    step `k` took on stage `s` over its fit. Simulated steps take these by turns over and over, in
+    strides through the whole record: a recorded load that was slow would else be the pace of each
+    run as short as it.
     `errors[s]` is the mean error of stage `s`'s step times, as a share of their mean.
     """
 
@@ -65,7 +69,7 @@ class FittedCosts:
 
     def stage_seconds(self, shape: StepShape, step_id: int) -> tuple[float, ...]:
         """The fit for steps of this shape, times the noise whose turn it is."""
-        noise = self.noise[step_id % len(self.noise)]
+        noise = self.noise[step_id * _stride(len(self.noise)) % len(self.noise)]
         return tuple(
             one_s * factor
             for one_s, factor in zip(fitted_s(self.stages, shape.work), noise, strict=True)
@@ -90,6 +94,16 @@ class FittedCosts:
         """The same pipeline on a machine whose stages take `factor` times as long."""
         noise = tuple(tuple(factor * one for one in step) for step in self.noise)
         return replace(self, noise=noise)
+
+
+@lru_cache(maxsize=64)
+def _stride(count: int) -> int:
+    """The step with which a walk around `count` places visits each of them once, and any few in a
+    row are spread over all: next to the golden section."""
+    stride = max(1, round(count * GOLDEN_SECTION))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return stride
 
 
 def fit_trace(path: str | Path) -> FittedCosts:
@@ -146,18 +160,11 @@ def fitted_s(stages: Sequence[StepPredictor], work: StepWork) -> list[float]:
     return [(one.layer_ms + one.tail_ms) * 1e-3 for one in parts]
 
 
-def lone_layer(
-    base_ms: float, slopes_ms: Sequence[float], attended_ms: float, sample_ms: float
-) -> StepPredictor:
-    """The times of a stage: a base, what each row beyond a knot adds to the slope before it, and
-    what is attended to and sampled."""
-    rows = convex_rows(base_ms, slopes_ms)
-    return _lone_layer(LayerCost(rows, 0.0, attended_ms, attended_ms), sample_ms)
-
-
-def _lone_layer(layer: LayerCost, sample_ms: float) -> StepPredictor:
+def lone_layer(layer: LayerCost, tail_ms: float, sample_ms: float) -> StepPredictor:
+    """The times of a stage: those of its layers taken as one, `tail_ms` where a step has any
+    sample, and `sample_ms` for each."""
     embedding = RowCost((1.0,), (0.0,), 0.0)
-    tail = RowCost((1.0,), (sample_ms,), sample_ms)
+    tail = RowCost((1.0,), (tail_ms + sample_ms,), sample_ms)
     return StepPredictor(StepCosts(layer, embedding, tail, layer_weights=(1.0,)))
 
 
@@ -167,8 +174,20 @@ def _fit_stage(
     outlier_share = OUTLIER_SHARE if is_robust else np.inf
     if any(record.draft_tokens for record in records):
         return _fit_with_drafts([one.work for one in records], measured_s * 1e3, outlier_share)
+    # A token that a decode attends to costs many of a prompt's, whose rows share what they read;
+    # and the head's weights are read only where something is sampled.
     features = np.array(
-        [[1.0, *rows_beyond_knots(r.work.tokens), r.attended_tokens, r.samples] for r in records]
+        [
+            [
+                1.0,
+                *rows_beyond_knots(work.tokens),
+                work.decode_attended_tokens,
+                work.prefill_attended_tokens,
+                1.0 if work.samples else 0.0,
+                work.samples,
+            ]
+            for work in (record.work for record in records)
+        ]
     )
     if is_robust:
         tokens = features[:, 1] + KNOT_TOKENS[0]
@@ -176,8 +195,10 @@ def _fit_stage(
             if (tokens > BEYOND_KNOT * knot).mean() < SHARE_BEYOND_KNOT:
                 features[:, column] = 0.0
     found = relative_fit(features, measured_s * 1e3, outlier_share)
-    base_ms, *slopes_ms, attended_ms, sample_ms = (float(one) for one in found)
-    return lone_layer(base_ms, slopes_ms, attended_ms, sample_ms)
+    base_ms, *slopes_ms = (float(one) for one in found[:-4])
+    by_decodes_ms, by_prefill_ms, tail_ms, sample_ms = (float(one) for one in found[-4:])
+    rows = convex_rows(base_ms, slopes_ms)
+    return lone_layer(LayerCost(rows, 0.0, by_decodes_ms, by_prefill_ms), tail_ms, sample_ms)
 
 
 def _fit_with_drafts(
@@ -201,7 +222,7 @@ def _fit_with_drafts(
     found = relative_fit(features, measured_ms, outlier_share)
     decode_ms, by_decodes_ms, attended_ms, sample_ms = (float(one) for one in found[-4:])
     layer = LayerCost(rising_rows(knots, found[:-4]), decode_ms, by_decodes_ms, attended_ms)
-    return _lone_layer(layer, sample_ms)
+    return lone_layer(layer, 0.0, sample_ms)
 
 
 def _prepare_s(records: Sequence[StepRecord]) -> float:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
 import msgspec
 import pytest
@@ -13,7 +14,10 @@ from support.served_steps import mixed_step
 from benchmark.forecasts.predictor_error import made_up_record
 from benchmark.support.recorded_run import slowness_of
 from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.costs.step_costs import LayerCost
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_fit import convex_rows
 from sgl_pipeline.records.trace import TraceWriter
 from sgl_pipeline.simulator.calibration import (
     FittedCosts,
@@ -24,17 +28,24 @@ from sgl_pipeline.simulator.calibration import (
 )
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.simulation import Simulation
+from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.summary import bubble_share, summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import poisson_arrivals
 from sgl_pipeline.step_work import StepWork
 
+# Milliseconds a token that is attended to, by a decode and by a prompt's row.
+BY_DECODES, BY_PREFILL = 1e-4, 2e-6
+
+
+def stage(base_ms: float, tail_ms: float, sample_ms: float) -> StepPredictor:
+    rows = convex_rows(base_ms, (0.1, 0.0, 0.1, 0.1, 0.0))
+    return lone_layer(LayerCost(rows, 0.0, BY_DECODES, BY_PREFILL), tail_ms, sample_ms)
+
+
 TRUE = FittedCosts(
-    (
-        lone_layer(4.0, (0.1, 0.0, 0.1, 0.1, 0.0), 2e-6, 0.0),
-        lone_layer(5.0, (0.1, 0.0, 0.1, 0.1, 0.0), 2e-6, 5e-2),
-    ),
+    (stage(4.0, 0.0, 0.0), stage(4.0, 1.0, 5e-2)),
     noise=((1.0, 1.0),),
     link=SimulatedLink(latency_s=4e-4),
     host=HostCosts(
@@ -69,10 +80,32 @@ def recorded(tmp_path: Path, run: Simulation) -> Path:
 
 
 def test_a_stage_takes_its_base_rows_attended_tokens_and_samples() -> None:
-    # 39, 32 and 8 of 40 rows are beyond the first three knots; decodes and prompts attend alike.
+    # 39, 32 and 8 of 40 rows are beyond the first three knots.
     work = StepWork(40, 10, 600, 400, 3)
-    stage_ms = 5.0 + 0.1 * 39 + 0.1 * 8 + 2e-6 * 1000 + 0.05 * 3
+    stage_ms = 4.0 + 0.1 * 39 + 0.1 * 8 + BY_DECODES * 600 + BY_PREFILL * 400 + 1.0 + 0.05 * 3
     assert fitted_s(TRUE.stages, work)[1] == pytest.approx(stage_ms * 1e-3)
+
+
+def test_long_prompts_tell_what_decodes_of_short_ones_take(tmp_path: Path) -> None:
+    """With one price for all that is attended to, the sample would take what a decode's context
+    does, which is short in the step that is asked."""
+    fitted = fit_trace(recorded(tmp_path, simulation(TRUE, "azure_conv", 2.0)))
+    few, many = (StepWork(rows, rows, 100 * rows, 0, rows) for rows in (1, 24))
+    for work in (few, many, StepWork(200, 0, 0, 20_000, 0)):
+        assert fitted_s(fitted.stages, work) == pytest.approx(fitted_s(TRUE.stages, work), rel=0.02)
+
+
+def test_a_short_run_takes_noise_from_all_over_the_record() -> None:
+    """A record whose first half was slow: no run of a few steps is at the pace of that half."""
+    half = 450
+    uneven = replace(TRUE, noise=((1.2, 1.2),) * half + ((0.8, 0.8),) * half)
+    shape = StepShape(prefills=((64, 0),), decode_contexts=(), num_samples=0)
+    (base_s, _) = fitted_s(TRUE.stages, shape.work)
+    for first in range(0, 2 * half, 50):
+        taken = [uneven.stage_seconds(shape, first + n)[0] / base_s for n in range(40)]
+        assert fmean(taken) == pytest.approx(1.0, abs=0.05)
+    whole = sorted(uneven.stage_seconds(shape, n)[0] for n in range(2 * half))
+    assert whole == pytest.approx([0.8 * base_s] * half + [1.2 * base_s] * half)
 
 
 def test_a_fit_predicts_another_load_of_the_pipeline_it_was_taken_from(tmp_path: Path) -> None:
