@@ -63,6 +63,14 @@ class SchedulingArgs:
         "1 for all others. The name of an API key is `key-` and the first 12 digits of its SHA-256 "
         "in hex.",
     )
+    fair_step_cost: float = our_flag(
+        0.03,
+        "--fair-step-cost",
+        help="With --fair-shares-by: steps are shorter, so that a tenant that comes waits less for "
+        "those on their way, where their work takes at most this share more time for it, by "
+        "prediction; 0: as long as the policy makes them.",
+        check=between(0, 1),
+    )
     radix_cache: bool = upstream_flag(True, "--disable-radix-cache")
     accounting: str = our_flag(
         "radix",
