@@ -20,8 +20,8 @@ from sgl_pipeline.step_work import StepTimes, StepWork
 
 # The part of the bound that steps fill in the mean where they are shorter than the cost allows.
 FILLED_SHARE = 0.75
-# The mean of steps forgets by this share a step: it is that of about the last hundred.
-FORGOTTEN_SHARE = 0.01
+# The mean of steps forgets by this share a step: it is that of about the last thousand.
+FORGOTTEN_SHARE = 0.001
 # A bound is never less than this many times the shortest step, which reads all weights, nor than
 # the decodes of its step and this share of them.
 LEAST_STEPS = 2.0
