@@ -69,7 +69,6 @@ class SchedulingArgs:
         help="With --fair-shares-by: steps are shorter, so that a tenant that comes waits less for "
         "those on their way, where their work takes at most this share more time for it, by "
         "prediction; 0: as long as the policy makes them.",
-        check=between(0, 1),
     )
     radix_cache: bool = upstream_flag(True, "--disable-radix-cache")
     accounting: str = our_flag(
@@ -116,6 +115,10 @@ class SchedulingArgs:
             self.fair_shares_by is not None or self.tenant_weights is None,
             "--tenant-weights has no effect without --fair-shares-by, which tells tenants apart; "
             "give both",
+        )
+        require(
+            0.0 <= self.fair_step_cost <= 1.0,
+            f"--fair-step-cost {self.fair_step_cost} must be a share from 0 to 1",
         )
         self.weights_of_tenants  # noqa: B018 - refused at the start
         require(
