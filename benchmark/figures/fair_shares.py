@@ -4,6 +4,7 @@ tenants with weights that both want more than there is."""
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from statistics import median
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
@@ -41,6 +42,10 @@ WEIGHTS = {"one": 1.0, "three": 3.0}
 WEIGHTS_STEPS = 1500
 ORDERS = {"fcfs": None, "fair shares": "user"}
 CASES = ("alone", *ORDERS)
+NUM_SEEDS = 5
+# A flood of prompts alone: answers of some tokens, and places for all.
+SHORT_ANSWERS, MANY_PLACES = 20, 256
+PREFILL_BOUND = "throttle-time"
 
 
 def scheduling(order: str, places: int = PLACES) -> SchedulingArgs:
@@ -80,9 +85,9 @@ def of_tenant(requests: Sequence[SimulatedRequest], tenant: str) -> list[Simulat
     ]
 
 
-def flood(num_requests: int) -> list[SimulatedRequest]:
+def flood(num_requests: int, output: int = FLOOD_OUTPUT) -> list[SimulatedRequest]:
     """The tenant that always wants more."""
-    requests = made_up(num_requests, FLOOD_PROMPT, FLOOD_OUTPUT)
+    requests = made_up(num_requests, FLOOD_PROMPT, output)
     return of_tenant(closed_loop(requests, FLOOD_CLIENTS), "flood")
 
 
@@ -102,25 +107,28 @@ def light(num_requests: int, prompt: int, seed: int) -> list[SimulatedRequest]:
 def compute(options: Options) -> list[Row]:
     rows = []
     for policy in THROTTLES:
-        rows += _flooded(policy, options)
+        rows += _flooded("flood", policy, options, FLOOD_OUTPUT, PLACES)
         rows.append(_weighted(policy, options))
+    rows += _flooded("prompts", PREFILL_BOUND, options, SHORT_ANSWERS, MANY_PLACES)
     return rows
 
 
-def _flooded(policy: str, options: Options) -> list[Row]:
+def _flooded(load: str, policy: str, options: Options, output: int, places: int) -> list[Row]:
     """The light tenant alone, and beside the flood in both orders."""
-    flooding = flood(min(options.num_requests, MOST_REQUESTS))
+    flooding = flood(min(options.num_requests, MOST_REQUESTS), output)
     # As long as the flood lasts, it has requests of the light tenant beside it.
-    simulation, _ = serve(policy, scheduling("fcfs"), flooding)
+    simulation, _ = serve(policy, scheduling("fcfs", places), flooding)
     num_light = max(20, round(LIGHT_RATE_PER_S * summarize(simulation).duration_s * 0.9))
     rows = []
     for prompt in LIGHT_PROMPTS:
-        asking = light(num_light, prompt, options.seed)
-        simulation, _ = serve(policy, scheduling("fcfs"), asking)
-        rows.append(_row(policy, prompt, "alone", simulation))
-        for order in ORDERS:
-            simulation, _ = serve(policy, scheduling(order), [*flooding, *asking])
-            rows.append(_row(policy, prompt, order, simulation))
+        for seed in range(options.seed, options.seed + NUM_SEEDS):
+            asking = light(num_light, prompt, seed)
+            for case in CASES:
+                order = "fcfs" if case == "alone" else case
+                requests = asking if case == "alone" else [*flooding, *asking]
+                simulation, _ = serve(policy, scheduling(order, places), requests)
+                row = _row(policy, prompt, case, simulation)
+                rows.append({"load": load, "seed": seed} | row)
     return rows
 
 
@@ -128,17 +136,34 @@ def _row(policy: str, prompt: int, case: str, simulation: Simulation) -> Row:
     asked = [one for one in simulation.requests if one.asked.tenant == "light"]
     first_ms = [one.ttft_ms for one in filter(None, map(latency, asked))]
     summary = summarize(simulation)
+    step_ms = [
+        1e3 * max(end - start for start, end in zip(step.starts_s, step.ends_s, strict=True))
+        for step in simulation.steps
+    ]
     return {
-        "load": "flood",
         "policy": policy,
         "light_prompt": prompt,
         "case": case,
         "num_light": len(asked),
         "light_ttft_ms": float(np.mean(first_ms)),
         "light_ttft_p99_ms": float(np.percentile(first_ms, 99)),
-        "total_tokens_per_s": summary.total_tokens_per_s,
+        "step_p99_ms": float(np.percentile(step_ms, 99)),
+        "bubble_share": summary.bubble_share,
+        "flooded_tokens_per_s": _flooded_tokens_per_s(simulation),
         "num_retractions": summary.num_retractions,
     }
+
+
+def _flooded_tokens_per_s(simulation: Simulation) -> float:
+    """Tokens of all while the flood has prompts to compute, a prompt's with its first token; 0
+    where there is none."""
+    firsts_s = [one.token_times_s[0] for one in simulation.requests if one.asked.tenant == "flood"]
+    until_s = max(firsts_s, default=0.0)
+    tokens = 0
+    for one in simulation.requests:
+        in_time = sum(moment_s < until_s for moment_s in one.token_times_s)
+        tokens += in_time + (one.asked.input_tokens if in_time else 0)
+    return tokens / until_s if until_s else 0.0
 
 
 def _weighted(policy: str, options: Options) -> Row:
@@ -161,10 +186,10 @@ def _weighted(policy: str, options: Options) -> Row:
     }
 
 
-def _flood_rows(rows: Sequence[Row], policy: str, prompt: int) -> list[Row]:
-    """The rows of `CASES`, in order."""
-    chosen = {"load": "flood", "policy": policy, "light_prompt": prompt}
-    return [select(rows, **chosen, case=case)[0] for case in CASES]
+def _flood_rows(rows: Sequence[Row], load: str, policy: str, prompt: int) -> list[list[Row]]:
+    """The rows of `CASES`, in order, each with those of all seeds."""
+    chosen = {"load": load, "policy": policy, "light_prompt": prompt}
+    return [select(rows, **chosen, case=case) for case in CASES]
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
@@ -174,7 +199,10 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
     for panel, prompt in zip(panels, LIGHT_PROMPTS, strict=True):
         for number, case in enumerate(CASES):
             heights = [
-                _flood_rows(rows, policy, prompt)[number]["light_ttft_p99_ms"]
+                median(
+                    row["light_ttft_p99_ms"]
+                    for row in _flood_rows(rows, "flood", policy, prompt)[number]
+                )
                 for policy in THROTTLES
             ]
             panel.bar(places + 0.27 * (number - 1), heights, 0.25, label=case)
@@ -193,21 +221,36 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
 def conclude(rows: Sequence[Row]) -> list[str]:
     lines = []
     for policy in THROTTLES:
-        for prompt in LIGHT_PROMPTS:
-            alone, fcfs, fair = _flood_rows(rows, policy, prompt)
-            p99 = fair["light_ttft_p99_ms"]
-            throughput = fair["total_tokens_per_s"] / fcfs["total_tokens_per_s"]
-            lines.append(
-                f"{policy}, light prompts of {prompt} tokens: their p99 TTFT is {p99:.0f} ms "
-                f"beside the flood, {p99 / alone['light_ttft_p99_ms']:.2f} times that alone "
-                f"({alone['light_ttft_p99_ms']:.0f} ms), with fcfs "
-                f"{fcfs['light_ttft_p99_ms']:.0f} ms; throughput of all {throughput:.3f} of fcfs; "
-                f"{fair['num_retractions']} retractions"
-            )
+        lines += [_flood_line(rows, "flood", policy, prompt) for prompt in LIGHT_PROMPTS]
         (weights,) = select(rows, load="weights", policy=policy)
         ratio = weights["service_ms_of_three"] / weights["service_ms_of_one"]
         lines.append(f"{policy}: weights of 1 and 3 get service as 1 to {ratio:.3f}")
+    lines += [_flood_line(rows, "prompts", PREFILL_BOUND, prompt) for prompt in LIGHT_PROMPTS]
     return lines
+
+
+def _flood_line(rows: Sequence[Row], load: str, policy: str, prompt: int) -> str:
+    alone, fcfs, fair = _flood_rows(rows, load, policy, prompt)
+
+    def middle(of: list[Row], name: str) -> float:
+        return float(median(row[name] for row in of))
+
+    def ratios(of: list[Row], name: str) -> list[float]:
+        return sorted(one[name] / other[name] for one, other in zip(fair, of, strict=True))
+
+    p99 = "light_ttft_p99_ms"
+    times, throughput = ratios(alone, p99), ratios(fcfs, "flooded_tokens_per_s")
+    step_ms = middle(fair, "step_p99_ms")
+    return (
+        f"{load}, {policy}, light prompts of {prompt} tokens: their p99 TTFT is "
+        f"{middle(fair, p99):.0f} ms beside the flood, {median(times):.2f} times that alone "
+        f"({times[0]:.2f} to {times[-1]:.2f}; {middle(alone, p99):.0f} ms), with fcfs "
+        f"{middle(fcfs, p99):.0f} ms; {CLUSTER.num_stages + 1} steps of {step_ms:.1f} ms (p99; "
+        f"fcfs {middle(fcfs, 'step_p99_ms'):.1f}) are {(CLUSTER.num_stages + 1) * step_ms:.0f} ms; "
+        f"throughput of all {median(throughput):.3f} of fcfs ({throughput[0]:.3f} to "
+        f"{throughput[-1]:.3f}), bubbles {middle(fair, 'bubble_share'):.0%} against "
+        f"{middle(fcfs, 'bubble_share'):.0%}"
+    )
 
 
 FIGURE = Figure(
@@ -219,7 +262,10 @@ FIGURE = Figure(
     assumptions=f"The flood is {FLOOD_CLIENTS} clients that ask again when answered, prompts of "
     f"about {FLOOD_PROMPT} tokens and answers of {FLOOD_OUTPUT}, for {PLACES} places; the light "
     f"tenant sends {LIGHT_RATE_PER_S:g} requests a second (Poisson), answers of {LIGHT_OUTPUT}. "
-    "Service is counted by costs fitted to the cluster's tables.",
+    "Service is counted by costs fitted to the cluster's tables. Medians of "
+    f"{NUM_SEEDS} seeds, and their range; throughput while the flood has prompts to compute. In "
+    f"the load `prompts` the flood's answers have {SHORT_ANSWERS} tokens, for {MANY_PLACES} "
+    "places, so that prompts fill every step.",
     compute=compute,
     draw=draw,
     conclude=conclude,

@@ -37,6 +37,8 @@ SCENARIOS = (
         policy="sarathi",
     ),
     Scenario(name="three priorities", num_priorities=3),
+    Scenario(name="fair shares, two tenants", num_tenants=2),
+    Scenario(name="fair shares, 1,000 tenants", num_tenants=1000),
     *(
         Scenario(name=f"{policy}, {waiting:,} waiting", waiting=waiting, schedule_policy=policy)
         for policy in CACHE_AWARE_POLICIES

@@ -13,11 +13,15 @@ from typing import Any, TypeVar
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import GREEDY, LogprobRows, Request, StopRules, TokenEvent
 from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.stage_messages import StageReport
@@ -25,6 +29,8 @@ from sgl_pipeline.wire.stage_messages import StageReport
 T = TypeVar("T")
 OPERATIONS = ("next_microbatch", "on_result", "add")
 _NO_TIME = StageTiming(*[0.0] * 7)
+_CLUSTER = Cluster(model="Qwen2.5-14B", device="a100-80g", num_stages=1)
+_PLAN = StagePlan(0, _CLUSTER.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +38,8 @@ class Scenario:
     """`waiting` requests behind a pipeline that runs `running` of them.
 
     Half of the prompts begin with one of `num_prefixes` prefixes of `shared_tokens` tokens. The
-    pool holds `pool_share` of what `running` requests need at their longest.
+    pool holds `pool_share` of what `running` requests need at their longest. Several tenants share
+    it fairly, by predicted times.
     """
 
     name: str
@@ -45,6 +52,7 @@ class Scenario:
     output_tokens: tuple[int, int] = (50, 350)
     pool_share: float = 1.5
     num_priorities: int = 1
+    num_tenants: int = 1
     policy: str = "throttle"
     schedule_policy: str = "fcfs"
     page_size: int = 16
@@ -101,6 +109,12 @@ class TimedScheduler(StepScheduler):
         return self.timings.call("add", super().add, request)
 
 
+def _forecast() -> StepForecast:
+    """Step times from kernel tables, as a server has them from a file of costs."""
+    costs = fitted_costs(_CLUSTER.costs().stage, _PLAN.num_layers, ())
+    return StepForecast(_PLAN, StepPredictor(costs), learns=False)
+
+
 class DecisionLoad:
     """A scheduler under the load of `scenario`; the same calls in every run."""
 
@@ -121,6 +135,7 @@ class DecisionLoad:
                 schedule_policy=scenario.schedule_policy,
                 max_running_requests=scenario.running,
                 preemption_threshold=0 if scenario.num_priorities > 1 else None,
+                fair_shares_by="user" if scenario.num_tenants > 1 else None,
             ),
             make_policy(ThrottleArgs(policy=scenario.policy)),
             num_pages=num_pages,
@@ -129,7 +144,8 @@ class DecisionLoad:
         )
         self._scheduler.timings = self._timings = Timings()
         # One stage reports each step: what others would report costs no decision.
-        self._core = PipelineCore(self._scheduler, StagePlan(0, (1,)))
+        forecast = _forecast() if scenario.num_tenants > 1 else None
+        self._core = PipelineCore(self._scheduler, _PLAN, forecast=forecast)
         self._in_flight: deque[OpenStep] = deque()
 
     def measure(self, num_steps: int) -> Timings:
@@ -181,6 +197,7 @@ class DecisionLoad:
             sampling=GREEDY,
             stops=StopRules(max_new_tokens=self._rng.randint(*scenario.output_tokens)),
             priority=self._rng.randrange(scenario.num_priorities),
+            tenant=str(number % scenario.num_tenants),
         )
 
     def _token_ids(self, count: int) -> list[int]:

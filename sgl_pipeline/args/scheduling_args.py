@@ -63,6 +63,13 @@ class SchedulingArgs:
         "1 for all others. The name of an API key is `key-` and the first 12 digits of its SHA-256 "
         "in hex.",
     )
+    fair_step_cost: float = our_flag(
+        0.03,
+        "--fair-step-cost",
+        help="With --fair-shares-by: steps are shorter, so that a tenant that comes waits less for "
+        "those on their way, where their work takes at most this share more time for it, by "
+        "prediction; 0: as long as the policy makes them.",
+    )
     radix_cache: bool = upstream_flag(True, "--disable-radix-cache")
     accounting: str = our_flag(
         "radix",
@@ -108,6 +115,10 @@ class SchedulingArgs:
             self.fair_shares_by is not None or self.tenant_weights is None,
             "--tenant-weights has no effect without --fair-shares-by, which tells tenants apart; "
             "give both",
+        )
+        require(
+            0.0 <= self.fair_step_cost <= 1.0,
+            f"--fair-step-cost {self.fair_step_cost} must be a share from 0 to 1",
         )
         self.weights_of_tenants  # noqa: B018 - refused at the start
         require(

@@ -1,6 +1,7 @@
 """Fair shares of prefill, places and pages among tenants: the parts that `--fair-shares-by` adds.
 
-`tenants.py` counts, `fair_order.py` orders what waits, `fair_victims.py` takes back. Prefill of a
+`tenants.py` counts, `fair_order.py` orders what waits, `fair_victims.py` takes back,
+`short_steps.py` bounds how long a newcomer follows the steps on their way. Prefill of a
 step goes chunk by chunk to the tenant with the least virtual time, whether the request runs or
 waits. Decodes take turns, whoever's they are: their number is a matter of admission, and they are
 counted as service.
@@ -16,10 +17,12 @@ from sgl_pipeline.scheduling.fair_victims import FairVictims
 from sgl_pipeline.scheduling.queue_order import FixedOrder, QueueOrder
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.short_steps import ShortSteps
 from sgl_pipeline.scheduling.tenant_state import TenantState, states_of
 from sgl_pipeline.scheduling.tenants import Tenants
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.step_work import StepTimes
+from sgl_pipeline.throttle import PipelineLoad, TokenBudget
 
 
 class FairShares:
@@ -36,6 +39,7 @@ class FairShares:
     ) -> None:
         self.tenants = Tenants(args.weights_of_tenants)
         self.order = FairOrder(self.tenants, own_order)
+        self._short_steps = ShortSteps(args.fair_step_cost)
         self._max_running_requests = args.max_running_requests
 
     @classmethod
@@ -74,8 +78,13 @@ class FairShares:
         if request.num_scheduled > start:
             self.tenants.expect(request.tenant, start, request.num_scheduled)
 
+    def bounded(self, budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
+        """`budget` for steps that a newcomer can wait for."""
+        return self._short_steps.bounded(budget, load)
+
     def charge(self, step: Microbatch, times: StepTimes | None) -> None:
-        """`step` has been decided: counts its service."""
+        """`step` has been decided: counts its service and its length."""
+        self._short_steps.note(step.work, times)
         self.tenants.charge(step.chunks, step.work, times)
 
     def lead(self, name: str, other: str) -> float:

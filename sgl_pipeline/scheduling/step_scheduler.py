@@ -177,10 +177,14 @@ class StepScheduler:
         self.lost_pages.forget_displaced(now_s)
         return microbatch
 
+    def _budget(self, load: PipelineLoad) -> TokenBudget:
+        budget = self._policy(load)
+        return budget if self.shares is None else self.shares.bounded(budget, load)
+
     def _decide(self) -> tuple[PipelineLoad, TokenBudget, list[Chunk]]:
         self._admission.make_room_for_head()
         load = self.load(self._accounting)
-        budget = self._policy(load)
+        budget = self._budget(load)
         chunks = self._admission.fill(budget)
         return load, budget, self.drafts.extend(chunks, load, budget)
 
@@ -286,7 +290,7 @@ class StepScheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        budget = self._policy(self.load(self._accounting))
+        budget = self._budget(self.load(self._accounting))
         return self._explainer.explain(request, budget, is_paused=self.pausing.is_paused)
 
     def outlook(self, request_id: str) -> Outlook | None:
@@ -294,7 +298,7 @@ class StepScheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        return self._explainer.outlook(request, self.load(self._accounting), self._policy)
+        return self._explainer.outlook(request, self.load(self._accounting), self._budget)
 
     @property
     def num_waiting(self) -> int:
@@ -339,7 +343,7 @@ class StepScheduler:
 
     def explain_queue(self, num_requests: int) -> list[tuple[Request, Explanation]]:
         """Explains the first waiting requests, in order; looks at the whole queue once."""
-        budget = self._policy(self.load(self._accounting))
+        budget = self._budget(self.load(self._accounting))
         return self._explainer.explain_first(num_requests, budget, is_paused=self.pausing.is_paused)
 
     @property

@@ -95,11 +95,6 @@ class Tenants:
         return "tokens" if self._times is None else "ms"
 
     @property
-    def num_known(self) -> int:
-        """Tenants that are remembered."""
-        return len(self._known)
-
-    @property
     def backlogged(self) -> Sequence[Tenant]:
         """The tenants of which a request waits and may be served."""
         return tuple(self._backlogged)

@@ -1,0 +1,115 @@
+"""The length of steps where tenants share the server: short enough for a tenant that may come.
+
+A newcomer is served in the next step that is decided, behind the steps on their way, one for each
+stage. So it waits for about one more step than there are stages, and the length of steps, not the
+queue, is its wait. Prefill is bounded by a step's predicted time, the greatest of:
+
+- a step of about the mean length of the last ones. Where prompts wait for places or pages, steps
+  full of prefill take turns with steps of decodes; as long as the mean leaves room for more, the
+  prefill fits into shorter ones, and stages wait less for each other. If prompts fill every step,
+  the mean reaches the bound and raises it:
+- but no higher than to where smaller steps with the same mixture would take `cost_share` more time
+  for their work than those of the policy: weights are read, and kernels started, for each step.
+- In any case somewhat more than the decodes of the step, so that prefill goes on.
+"""
+
+from dataclasses import replace
+
+from sgl_pipeline.pipeline_load import PipelineLoad, TimeLimit, TokenBudget
+from sgl_pipeline.step_work import StepTimes, StepWork
+
+# The part of the bound that steps fill in the mean where they are shorter than the cost allows.
+FILLED_SHARE = 0.75
+# The mean of steps forgets by this share a step: it is that of about the last thousand.
+FORGOTTEN_SHARE = 0.001
+# A bound is never less than this many times the shortest step, which reads all weights, nor than
+# the decodes of its step and this share of them.
+LEAST_STEPS = 2.0
+MIN_GROWTH = 0.25
+# Prompt tokens that a step with prefill has in any case.
+LEAST_PREFILL_TOKENS = 32
+# Of the policy's step, that are tried.
+_PARTS = 64
+
+
+class ShortSteps:
+    """Learns the mean from the steps that are decided.
+
+    Args:
+        cost_share: the most time, as a share, that shorter steps may take more for their work.
+    """
+
+    def __init__(self, cost_share: float) -> None:
+        self._cost_share = cost_share
+        self._mean_ms: float | None = None
+
+    def note(self, work: StepWork, times: StepTimes | None) -> None:
+        """A step of `work` has been decided; the mean is forgotten while times are not known."""
+        if times is None:
+            self._mean_ms = None
+            return
+        step_ms = times.step_ms(work)
+        if self._mean_ms is None:
+            self._mean_ms = step_ms
+        self._mean_ms += FORGOTTEN_SHARE * (step_ms - self._mean_ms)
+
+    def bounded(self, budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
+        """`budget` with the bound; itself where that changes nothing, or times are not known."""
+        times = load.step_times
+        if times is None or not self._cost_share or not budget.prefill_tokens:
+            return budget
+        decodes = _decodes_of(budget, load)
+        alone_ms = times.step_ms(decodes) if decodes.tokens else 0.0
+        least_ms = max(
+            LEAST_STEPS * times.step_ms(StepWork(1, 0, 0, 1, 1)), (1.0 + MIN_GROWTH) * alone_ms
+        )
+        step_ms = max(least_ms, (self._mean_ms or 0.0) / FILLED_SHARE)
+        limit = budget.time
+        if limit is not None and limit.step_ms <= step_ms:
+            return budget
+        whole = _with_prefill(decodes, budget.prefill_tokens, load)
+        cheap_ms = shortest_ms(whole, times, self._cost_share)
+        step_ms = max(least_ms, min(step_ms, cheap_ms))
+        if limit is None:
+            limit = TimeLimit(step_ms, min(LEAST_PREFILL_TOKENS, budget.prefill_tokens), times)
+        elif limit.step_ms > step_ms:
+            limit = replace(limit, step_ms=step_ms)
+        return replace(budget, time=limit)
+
+
+def shortest_ms(whole: StepWork, times: StepTimes, cost_share: float) -> float:
+    """Milliseconds of the smallest part of the step `whole` that takes at most `cost_share` more
+    time for its work."""
+    most_ms = (1.0 + cost_share) * times.step_ms(whole)
+    too_small, enough = 0, _PARTS
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        if times.step_ms(_part(whole, middle)) * _PARTS <= most_ms * middle:
+            enough = middle
+        else:
+            too_small = middle
+    return times.step_ms(_part(whole, enough))
+
+
+def _part(whole: StepWork, part: int) -> StepWork:
+    """`part` of `_PARTS` of all its work, rounded up."""
+    return StepWork(*[-(-count * part // _PARTS) for count in whole])
+
+
+def _decodes_of(budget: TokenBudget, load: PipelineLoad) -> StepWork:
+    """The decodes that the budget allows, of mean length."""
+    rows = budget.decodes
+    if budget.time is not None and budget.time.decodes is not None:
+        rows = min(rows, -(-load.running_decodes // load.pipeline_depth))
+    attended = load.decode_attended_tokens * rows // max(1, load.running_decodes)
+    return StepWork(rows, rows, attended, 0, rows)
+
+
+def _with_prefill(decodes: StepWork, num_tokens: int, load: PipelineLoad) -> StepWork:
+    """`decodes` and so many of the waiting tokens, of mean cost."""
+    waiting = max(1, load.waiting_tokens)
+    num_tokens = min(num_tokens, waiting)
+    return decodes._replace(
+        tokens=decodes.tokens + num_tokens,
+        prefill_attended_tokens=load.waiting_attended_tokens * num_tokens // waiting,
+    )

@@ -1,0 +1,92 @@
+"""Steps that a newcomer can wait for: how long they are, and what that may cost."""
+
+import pytest
+
+from sgl_pipeline.pipeline_load import PipelineLoad, TimeLimit, TokenBudget
+from sgl_pipeline.scheduling.short_steps import LEAST_STEPS, ShortSteps, shortest_ms
+from sgl_pipeline.step_work import StepWork
+
+FIXED_MS, TOKEN_MS = 5.0, 0.03
+BUDGET = TokenBudget(2000, 0, "MaxP")
+WHOLE_MS = FIXED_MS + 2000 * TOKEN_MS
+
+
+class Times:
+    """A fixed time, and as much for each token."""
+
+    def step_ms(self, work: StepWork) -> float:
+        return FIXED_MS + TOKEN_MS * work.tokens
+
+
+TIMES = Times()
+
+
+def load(times: Times | None = TIMES) -> PipelineLoad:
+    """A queue that no step empties, and no decodes."""
+    return PipelineLoad(
+        step_id=0,
+        pipeline_depth=4,
+        waiting_tokens=100_000,
+        prompts=10,
+        running_decodes=0,
+        ready_decodes=0,
+        free_pages=1000,
+        reserved_pages=0,
+        total_pages=1000,
+        steps_in_flight=4,
+        step_times=times,
+    )
+
+
+def settled_ms(steps: ShortSteps, decode_steps: int, budget: TokenBudget = BUDGET) -> float:
+    """The bound after many steps that are full of prefill, each after so many decodes alone."""
+    bound_ms = 0.0
+    for _ in range(20_000):
+        limit = steps.bounded(budget, load()).time
+        assert limit is not None
+        bound_ms = limit.step_ms
+        for _ in range(decode_steps):
+            steps.note(StepWork(1, 1, 0, 0, 1), TIMES)
+        steps.note(StepWork(int((bound_ms - FIXED_MS) / TOKEN_MS), 0, 0, 0, 1), TIMES)
+    return bound_ms
+
+
+@pytest.mark.parametrize("cost_share", [0.03, 0.1])
+def test_prompts_that_fill_every_step_cost_no_more_than_is_allowed(cost_share: float) -> None:
+    bound_ms = settled_ms(ShortSteps(cost_share), 0)
+    tokens = (bound_ms - FIXED_MS) / TOKEN_MS
+    cost = (bound_ms / tokens) / (WHOLE_MS / 2000) - 1.0
+    assert cost_share / 2 < cost <= cost_share
+    assert bound_ms < WHOLE_MS
+
+
+def test_steps_between_which_others_are_short_are_shorter() -> None:
+    full_ms, mixed_ms = (settled_ms(ShortSteps(0.03), number) for number in (0, 3))
+    assert mixed_ms < 0.5 * full_ms
+    assert mixed_ms >= LEAST_STEPS * TIMES.step_ms(StepWork(1, 0, 0, 0, 1))
+
+
+def test_decodes_leave_room_for_prefill() -> None:
+    steps = ShortSteps(0.03)
+    crowd = StepWork(1000, 1000, 0, 0, 1000)
+    budget = TokenBudget(2000, 1000, "MaxP")
+    limit = steps.bounded(budget, load()).time
+    assert limit is not None and limit.step_ms > TIMES.step_ms(crowd)
+
+
+def test_nothing_changes_without_times_or_where_nothing_may_cost() -> None:
+    assert ShortSteps(0.03).bounded(BUDGET, load(times=None)) is BUDGET
+    assert ShortSteps(0.0).bounded(BUDGET, load()) is BUDGET
+
+
+def test_a_policy_that_limits_time_keeps_a_shorter_limit() -> None:
+    shorter = TokenBudget(2000, 0, "TPOT", TimeLimit(6.0, 32, TIMES))
+    assert ShortSteps(0.03).bounded(shorter, load()) is shorter
+
+
+def test_the_smallest_step_is_cheap_enough_and_no_larger_than_that() -> None:
+    whole = StepWork(2048, 0, 0, 0, 0)
+    whole_ms = TIMES.step_ms(whole)
+    step_ms = shortest_ms(whole, TIMES, 0.03)
+    cost = step_ms / ((step_ms - FIXED_MS) / TOKEN_MS) / (whole_ms / 2048)
+    assert 1.02 < cost <= 1.03
