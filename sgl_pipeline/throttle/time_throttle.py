@@ -41,15 +41,16 @@ def time_throttle(args: PolicyArgs, load: PipelineLoad) -> TokenBudget:
     decodes = _decode_share(load, times)
     if load.free_share < args.pause_free_share and load.is_moving:
         return TokenBudget(0, load.ready_decodes, "pause", TimeLimit(0.0, 0, times, decodes))
-    step_ms, bound_by, missed = _step_limit(args, load, times)
+    step_ms, tokens, bound_by, missed = _step_limit(args, load, times)
     limit = TimeLimit(step_ms, args.min_prefill_tokens, times, decodes)
-    return TokenBudget(args.prefill_limit, load.ready_decodes, bound_by, limit, missed)
+    return TokenBudget(tokens, load.ready_decodes, bound_by, limit, missed)
 
 
 def _step_limit(
     args: PolicyArgs, load: PipelineLoad, times: StepTimes
-) -> tuple[float, Bound, Target | None]:
-    """The most milliseconds of a step, the term that bounds them, the target that they miss."""
+) -> tuple[float, int, Bound, Target | None]:
+    """The most milliseconds and prefill tokens of a step, the term that bounds them, the target
+    that they miss."""
     decodes = decode_work(load)
     # Tokens of a term cost what the waiting ones cost in the mean.
     most, waiting = args.prefill_limit, max(1, load.waiting_tokens)
@@ -72,13 +73,16 @@ def _step_limit(
         terms["TTFT"] = needed_ms
     bound_by = min(terms, key=terms.__getitem__)
     missed: Target | None = "TTFT" if is_late or needed_ms > terms[bound_by] else None
-    least_ms = max(
-        times.step_ms(with_fresh(decodes, args.min_prefill_tokens)),
-        MIN_GROWTH * times.step_ms(decodes),
-    )
-    if terms[bound_by] < least_ms:
-        return least_ms, "MinP", "TPOT" if bound_by == "TPOT" else missed
-    return terms[bound_by], bound_by, missed
+    fewest_ms = times.step_ms(with_fresh(decodes, args.min_prefill_tokens))
+    growth_ms = MIN_GROWTH * times.step_ms(decodes)
+    if terms[bound_by] >= max(fewest_ms, growth_ms):
+        return terms[bound_by], most, bound_by, missed
+    missed = "TPOT" if bound_by == "TPOT" else missed
+    if growth_ms >= fewest_ms:
+        return growth_ms, most, "MinP", missed
+    # No term grants as many: a step without its share of decodes must not be filled in their place,
+    # for the sake of being as long as steps that are few.
+    return fewest_ms, args.min_prefill_tokens, "MinP", missed
 
 
 def _ttft_ms(
