@@ -6,7 +6,7 @@
 
 A run adds rows to a file and leaves out those that it has, so that the grid can be run in parts;
 when none is missing, it writes the result. Remove the file when policies have changed. All policies
-of a cell serve the same requests. Times are virtual: what else the machine computes changes nothing.
+of a cell serve the same requests. Times are virtual: other work on the machine changes nothing.
 """
 
 import argparse

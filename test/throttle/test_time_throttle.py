@@ -127,6 +127,18 @@ def test_a_step_may_have_the_least_prefill_or_a_twentieth_more_than_its_decodes(
     assert many == pytest.approx(1.05 * (10 + 100))
 
 
+def test_a_step_that_no_term_wants_fuller_has_the_least_prefill_even_without_its_decodes() -> None:
+    """Two decodes in eight steps take 21 ms each: the other six are not filled with 21 tokens more
+    in their place. With 2000 decodes each step has its share of them, and 5 % are more."""
+    times = Times(base_ms=1.0, row_ms=1.0, sample_ms=20.0)
+    few = budget(times=times, waiting_tokens=40, running_decodes=2, pipeline_depth=8)
+    assert (few.bound_by, few.prefill_tokens) == ("MinP", 32)
+    many = budget(waiting_tokens=8, running_decodes=2000)
+    assert (many.bound_by, many.prefill_tokens) == ("MinP", 2048)
+    wanted = budget(times=times, waiting_tokens=8000, running_decodes=2, pipeline_depth=8)
+    assert (wanted.bound_by, wanted.prefill_tokens) == ("WT", 2048)
+
+
 def test_below_the_threshold_prefill_pauses_while_something_moves() -> None:
     paused = budget(waiting_tokens=8000, free_pages=49, running_decodes=4, ready_decodes=2)
     assert (paused.bound_by, paused.prefill_tokens, paused.decodes) == ("pause", 0, 2)
