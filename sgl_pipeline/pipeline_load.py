@@ -110,7 +110,4 @@ class TokenBudget:
         """The prefill budget of a step, in words."""
         if self.time is None:
             return f"{self.prefill_tokens} prompt tokens (bound by {self.bound_by})"
-        return (
-            f"what its decodes leave of {self.time.step_ms:.1f} ms, at most {self.prefill_tokens} "
-            f"prompt tokens (bound by {self.bound_by})"
-        )
+        return f"what its decodes leave of {self.time.step_ms:.1f} ms (bound by {self.bound_by})"

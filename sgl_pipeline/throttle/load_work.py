@@ -11,6 +11,16 @@ def decode_work(load: PipelineLoad) -> StepWork:
     return StepWork(rows, rows, attended, 0, rows)
 
 
+def ready_work(load: PipelineLoad) -> StepWork:
+    """As many decodes of mean length, or all that are ready where those are fewer."""
+    share = decode_work(load)
+    rows = min(share.decodes, load.ready_decodes)
+    if rows == share.decodes:
+        return share
+    attended = -(-share.decode_attended_tokens * rows // share.decodes)
+    return StepWork(rows, rows, attended, 0, rows)
+
+
 def with_waiting(work: StepWork, load: PipelineLoad, part: int, of: int) -> StepWork:
     """`work` and `part / of` of the waiting prefill, rounded up."""
     return work._replace(

@@ -17,7 +17,7 @@ from sgl_pipeline.pipeline_load import (
 )
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
-from sgl_pipeline.throttle.load_work import decode_work, with_fresh, with_waiting
+from sgl_pipeline.throttle.load_work import decode_work, ready_work, with_fresh, with_waiting
 from sgl_pipeline.throttle.policy_args import PolicyArgs
 from sgl_pipeline.throttle.prefill_spread import best_spread
 from sgl_pipeline.throttle.token_throttle import token_throttle
@@ -41,16 +41,15 @@ def time_throttle(args: PolicyArgs, load: PipelineLoad) -> TokenBudget:
     decodes = _decode_share(load, times)
     if load.free_share < args.pause_free_share and load.is_moving:
         return TokenBudget(0, load.ready_decodes, "pause", TimeLimit(0.0, 0, times, decodes))
-    step_ms, tokens, bound_by, missed = _step_limit(args, load, times)
+    step_ms, bound_by, missed = _step_limit(args, load, times)
     limit = TimeLimit(step_ms, args.min_prefill_tokens, times, decodes)
-    return TokenBudget(tokens, load.ready_decodes, bound_by, limit, missed)
+    return TokenBudget(args.prefill_limit, load.ready_decodes, bound_by, limit, missed)
 
 
 def _step_limit(
     args: PolicyArgs, load: PipelineLoad, times: StepTimes
-) -> tuple[float, int, Bound, Target | None]:
-    """The most milliseconds and prefill tokens of a step, the term that bounds them, the target
-    that they miss."""
+) -> tuple[float, Bound, Target | None]:
+    """The most milliseconds of a step, the term that bounds them, the target that they miss."""
     decodes = decode_work(load)
     # Tokens of a term cost what the waiting ones cost in the mean.
     most, waiting = args.prefill_limit, max(1, load.waiting_tokens)
@@ -73,16 +72,15 @@ def _step_limit(
         terms["TTFT"] = needed_ms
     bound_by = min(terms, key=terms.__getitem__)
     missed: Target | None = "TTFT" if is_late or needed_ms > terms[bound_by] else None
-    fewest_ms = times.step_ms(with_fresh(decodes, args.min_prefill_tokens))
-    growth_ms = MIN_GROWTH * times.step_ms(decodes)
-    if terms[bound_by] >= max(fewest_ms, growth_ms):
-        return terms[bound_by], most, bound_by, missed
-    missed = "TPOT" if bound_by == "TPOT" else missed
-    if growth_ms >= fewest_ms:
-        return growth_ms, most, "MinP", missed
-    # No term grants as many: a step without its share of decodes must not be filled in their place,
-    # for the sake of being as long as steps that are few.
-    return fewest_ms, args.min_prefill_tokens, "MinP", missed
+    # By the decodes that it can have: without its share of them, the fewest tokens take less.
+    ready = ready_work(load)
+    least_ms = max(
+        times.step_ms(with_fresh(ready, args.min_prefill_tokens)),
+        MIN_GROWTH * times.step_ms(ready),
+    )
+    if terms[bound_by] < least_ms:
+        return least_ms, "MinP", "TPOT" if bound_by == "TPOT" else missed
+    return terms[bound_by], bound_by, missed
 
 
 def _ttft_ms(
