@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from benchmark.forecasts.cpu_parts import CPU_COSTS, NUM_LAYERS
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.open_step import OpenStep
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
@@ -128,8 +131,11 @@ class DecisionLoad:
             context_length=longest_tokens,
         )
         self._scheduler.timings = self._timings = Timings()
-        # One stage reports each step: what others would report costs no decision.
-        self._core = PipelineCore(self._scheduler, StagePlan(0, (1,)))
+        # One stage reports each step: what others would report costs no decision. What it takes is
+        # known, so that every policy decides as in a server that has run for a while.
+        plan = StagePlan(0, (NUM_LAYERS,))
+        forecast = StepForecast(plan, StepPredictor(CPU_COSTS), learns=False)
+        self._core = PipelineCore(self._scheduler, plan, step_forecast=forecast)
         self._in_flight: deque[OpenStep] = deque()
 
     def measure(self, num_steps: int) -> Timings:

@@ -23,10 +23,14 @@ def ready_work(load: PipelineLoad) -> StepWork:
 
 def with_waiting(work: StepWork, load: PipelineLoad, part: int, of: int) -> StepWork:
     """`work` and `part / of` of the waiting prefill, rounded up."""
-    return work._replace(
-        tokens=work.tokens - (-load.waiting_tokens * part // of),
-        prefill_attended_tokens=-(-load.waiting_attended_tokens * part // of),
-        samples=work.samples - (-load.prompts * part // of),
+    tokens, decodes, by_decodes, _, samples = work
+    # Built anew, a dozen times in a decision: `_replace` takes twice as long.
+    return StepWork(
+        tokens - (-load.waiting_tokens * part // of),
+        decodes,
+        by_decodes,
+        -(-load.waiting_attended_tokens * part // of),
+        samples - (-load.prompts * part // of),
     )
 
 
