@@ -10,7 +10,7 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.simulator.step_shape import StepShape
 
 NUM_LAYERS = 16
-_COSTS = StepCosts(
+CPU_COSTS = StepCosts(
     layer=LayerCost(
         rows=RowCost((1.0, 4.0, 16.0, 64.0, 256.0), (1.2, 1.2, 2.2, 8.2, 32.75), 0.128),
         decode_ms=0.0,
@@ -39,4 +39,4 @@ class PredictedParts:
         return self._predictor.parts_ms(shape.work).tail_ms * 1e-3
 
 
-CPU_PARTS = PredictedParts(StepPredictor(_COSTS))
+CPU_PARTS = PredictedParts(StepPredictor(CPU_COSTS))

@@ -40,6 +40,10 @@ SCENARIOS = (
     Scenario(name="fair shares, two tenants", num_tenants=2),
     Scenario(name="fair shares, 1,000 tenants", num_tenants=1000),
     *(
+        Scenario(name=f"throttle-time, {waiting:,} waiting", waiting=waiting, policy="throttle-time")
+        for waiting in (1000, 10_000)
+    ),
+    *(
         Scenario(name=f"{policy}, {waiting:,} waiting", waiting=waiting, schedule_policy=policy)
         for policy in CACHE_AWARE_POLICIES
         for waiting in (1000, 10_000)
@@ -62,6 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__)
     command.add("--steps", type=at_least_one, default=4000, help="timed steps (default: 4000)")
+    command.add("--scenarios", action="append", help="part of the names of those to run")
     return command.run(_measure, argv)
 
 
@@ -69,8 +74,10 @@ def _measure(options: Options) -> Report:
     # As in the server.
     postpone_full_collections()
     rows: list[dict[str, Any]] = []
-    with progress(len(SCENARIOS), "scenarios") as bar:
-        for scenario in SCENARIOS:
+    parts = options.scenarios or [""]
+    chosen = [one for one in SCENARIOS if any(part in one.name for part in parts)]
+    with progress(len(chosen), "scenarios") as bar:
+        for scenario in chosen:
             rows.append(summarize(scenario, DecisionLoad(scenario).measure(options.steps)))
             say(f"{scenario.name}: {_one_line(rows[-1])}")
             bar.update()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from benchmark.forecasts.cpu_parts import CPU_COSTS, NUM_LAYERS
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -20,8 +21,6 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import GREEDY, LogprobRows, Request, StopRules, TokenEvent
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.experiment import Cluster
-from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 from sgl_pipeline.wire.stage_messages import StageReport
@@ -29,8 +28,6 @@ from sgl_pipeline.wire.stage_messages import StageReport
 T = TypeVar("T")
 OPERATIONS = ("next_microbatch", "on_result", "add")
 _NO_TIME = StageTiming(*[0.0] * 7)
-_CLUSTER = Cluster(model="Qwen2.5-14B", device="a100-80g", num_stages=1)
-_PLAN = StagePlan(0, _CLUSTER.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +106,6 @@ class TimedScheduler(StepScheduler):
         return self.timings.call("add", super().add, request)
 
 
-def _forecast() -> StepForecast:
-    """Step times from kernel tables, as a server has them from a file of costs."""
-    costs = fitted_costs(_CLUSTER.costs().stage, _PLAN.num_layers, ())
-    return StepForecast(_PLAN, StepPredictor(costs), learns=False)
-
-
 class DecisionLoad:
     """A scheduler under the load of `scenario`; the same calls in every run."""
 
@@ -143,9 +134,11 @@ class DecisionLoad:
             context_length=longest_tokens,
         )
         self._scheduler.timings = self._timings = Timings()
-        # One stage reports each step: what others would report costs no decision.
-        forecast = _forecast() if scenario.num_tenants > 1 else None
-        self._core = PipelineCore(self._scheduler, _PLAN, forecast=forecast)
+        # One stage reports each step: what others would report costs no decision. What it takes is
+        # known, so that every policy decides as in a server that has run for a while.
+        plan = StagePlan(0, (NUM_LAYERS,))
+        forecast = StepForecast(plan, StepPredictor(CPU_COSTS), learns=False)
+        self._core = PipelineCore(self._scheduler, plan, step_forecast=forecast)
         self._in_flight: deque[OpenStep] = deque()
 
     def measure(self, num_steps: int) -> Timings:

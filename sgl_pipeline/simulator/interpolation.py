@@ -1,7 +1,8 @@
 """Measured times between and beyond the points at which they were measured.
 
 Linear between neighbors in every axis, the lowest value below the first
-point (a kernel never costs less than its launch), and the last slope beyond the last one.
+point (a kernel never costs less than its launch), and beyond the last one the slope over the upper
+half of the axis: that between the last two points, where they are close, is noise.
 """
 
 from bisect import bisect_right
@@ -46,10 +47,15 @@ class Grid:
 
 
 def _neighbors(axis: tuple[float, ...], place: float) -> tuple[tuple[float, float], ...]:
-    """The two points around `place` (or the last two before it) and the weight of each."""
+    """The two points around `place`, or beyond all of them the last one and the one nearest to half
+    of it from below, and the weight of each."""
     if place <= axis[0] or len(axis) == 1:
         return ((axis[0], 1.0),)
-    upper = min(bisect_right(axis, place), len(axis) - 1)
-    low, high = axis[upper - 1], axis[upper]
+    high = axis[-1]
+    if place > high:
+        low = axis[max(0, bisect_right(axis[:-1], 0.5 * high) - 1)]
+    else:
+        upper = min(bisect_right(axis, place), len(axis) - 1)
+        low, high = axis[upper - 1], axis[upper]
     share = (place - low) / (high - low)
     return ((low, 1.0 - share), (high, share))

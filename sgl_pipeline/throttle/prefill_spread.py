@@ -49,10 +49,12 @@ def total_delay_ms(
     """Milliseconds until the first tokens of all waiting prompts, weighted, and by which all
     running decodes are late, if prefill takes `num_steps` steps, each longer by `extra_ms` for it.
 
-    Prompts end evenly over these steps, and the last chunk of each has to pass the pipeline.
-    Decodes lose what the steps take longer, and as much again while stages wait for one to pass.
+    Prompts end evenly over these steps, all of one step with it, and the last chunk of each has to
+    pass the pipeline. Decodes lose what the steps take longer, and as much again while stages wait
+    for one to pass.
     """
-    pass_steps = load.pipeline_depth - 1
-    first_steps = 0.5 * num_steps * (load.prompts + 1) + load.prompts * pass_steps
+    prompts, pass_steps = load.prompts, load.pipeline_depth - 1
+    end_steps = 0.5 * (num_steps * prompts + max(num_steps, prompts))
+    first_steps = end_steps + prompts * pass_steps
     late_ms = load.running_decodes * (num_steps + pass_steps) * extra_ms
     return ttft_weight * first_steps * step_ms + late_ms

@@ -17,7 +17,7 @@ from sgl_pipeline.pipeline_load import (
 )
 from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.throttle.decode_balance import balanced_decodes
-from sgl_pipeline.throttle.load_work import decode_work, with_fresh, with_waiting
+from sgl_pipeline.throttle.load_work import decode_work, ready_work, with_fresh, with_waiting
 from sgl_pipeline.throttle.policy_args import PolicyArgs
 from sgl_pipeline.throttle.prefill_spread import best_spread
 from sgl_pipeline.throttle.token_throttle import token_throttle
@@ -72,9 +72,11 @@ def _step_limit(
         terms["TTFT"] = needed_ms
     bound_by = min(terms, key=terms.__getitem__)
     missed: Target | None = "TTFT" if is_late or needed_ms > terms[bound_by] else None
+    # By the decodes that it can have: without its share of them, the fewest tokens take less.
+    ready = ready_work(load)
     least_ms = max(
-        times.step_ms(with_fresh(decodes, args.min_prefill_tokens)),
-        MIN_GROWTH * times.step_ms(decodes),
+        times.step_ms(with_fresh(ready, args.min_prefill_tokens)),
+        MIN_GROWTH * times.step_ms(ready),
     )
     if terms[bound_by] < least_ms:
         return least_ms, "MinP", "TPOT" if bound_by == "TPOT" else missed

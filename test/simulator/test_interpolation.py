@@ -16,6 +16,13 @@ def test_a_plane_is_reproduced_between_its_points_and_beyond_the_last(x: float, 
     assert PLANE.at(x, y) == pytest.approx(3.0 * x + 2.0 * y)
 
 
+def test_beyond_the_last_point_the_slope_of_the_upper_half_holds() -> None:
+    """A line through 1000 and 2000, whatever the last two points say."""
+    grid = Grid.of([((0.0,), 0.0), ((1000.0,), 10.0), ((1990.0,), 19.99), ((2000.0,), 20.0)])
+    assert grid.at(1995.0) == pytest.approx(19.995)
+    assert grid.at(4000.0) == pytest.approx(40.0)
+
+
 def test_below_the_first_point_the_first_value_holds() -> None:
     assert PLANE.at(0.1, -3.0) == PLANE.at(1.0, 0.0)
 

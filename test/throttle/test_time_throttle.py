@@ -10,6 +10,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.step_work import StepWork
 from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.throttle.load_work import decode_work, ready_work
 
 ARGS = ThrottleArgs(policy="throttle-time")
 
@@ -123,8 +124,29 @@ def test_a_step_may_have_the_least_prefill_or_a_twentieth_more_than_its_decodes(
     assert few.time is not None
     assert (few.time.step_ms, few.bound_by) == (pytest.approx(10 + 3.2), "MinP")
     assert few.time.least_prefill_tokens == 32
-    many = step_ms(waiting_tokens=8, running_decodes=2000)
+    many = step_ms(waiting_tokens=8, running_decodes=2000, ready_decodes=2000)
     assert many == pytest.approx(1.05 * (10 + 100))
+
+
+def test_a_step_without_its_decodes_is_not_filled_until_it_takes_as_long_as_with_them() -> None:
+    """A share of 50 decodes takes 51 ms, 83 with 32 tokens beside it. The step that lacks them gets
+    what the waiting work wants, not 83 ms of prefill."""
+    times = Times(base_ms=1.0, row_ms=1.0)
+    waiting = {"times": times, "waiting_tokens": 36, "running_decodes": 400, "pipeline_depth": 8}
+    beside, without = budget(**waiting, ready_decodes=50), budget(**waiting, ready_decodes=0)
+    assert (beside.bound_by, without.bound_by) == ("MinP", "WT")
+    assert beside.time is not None and beside.time.step_ms == pytest.approx(1 + 50 + 32)
+    assert without.time is not None and without.time.step_ms == pytest.approx(1 + 50 + 36 / 12)
+    few = budget(**(waiting | {"running_decodes": 8}), ready_decodes=0)
+    assert few.bound_by == "MinP"
+    assert few.time is not None and few.time.step_ms == pytest.approx(1 + 32)
+
+
+def test_ready_decodes_are_of_mean_length_and_no_more_than_a_share() -> None:
+    state = load(running_decodes=8, decode_attended_tokens=800, ready_decodes=1)
+    assert decode_work(state) == StepWork(4, 4, 400, 0, 4)
+    assert ready_work(state) == StepWork(1, 1, 100, 0, 1)
+    assert ready_work(replace(state, ready_decodes=8)) == decode_work(state)
 
 
 def test_below_the_threshold_prefill_pauses_while_something_moves() -> None:
@@ -218,7 +240,8 @@ def test_a_request_gets_a_token_a_round_so_a_step_may_take_its_share_of_the_targ
 
 
 def test_a_target_that_decodes_alone_miss_is_said_to_be_missed_and_prompts_go_on() -> None:
-    found = budget(targeted(tpot_ms=60.0), waiting_tokens=8000, running_decodes=1000)
+    decodes = {"running_decodes": 1000, "ready_decodes": 500}
+    found = budget(targeted(tpot_ms=60.0), waiting_tokens=8000, **decodes)
     assert found.time is not None
     assert (found.bound_by, found.missed) == ("MinP", "TPOT")
     assert found.time.step_ms == pytest.approx(60 + 3.2)

@@ -55,3 +55,8 @@ def test_a_run_leaves_out_the_rows_that_it_has(
     assert [one["policy"] for one in rows] == ["sarathi", "throttle-time"]
     assert all(one["num_failed"] == 0 and one["total_tokens_per_s"] > 0 for one in rows)
     assert list(tmp_path.glob("*_policy_grid.md"))
+    # Of a case with a wrong forecast only the policy that asks for one is missing.
+    case = ["--policies", "sarathi,throttle-time", "--case", "layers +20%"]
+    assert policy_grid.main([*arguments, *case]) == 0
+    added = path.read_text(encoding="utf-8").splitlines()[2:]
+    assert [json.loads(line)["policy"] for line in added] == ["throttle-time"]
