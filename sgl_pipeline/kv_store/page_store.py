@@ -41,8 +41,7 @@ class ObjectStore(Protocol):
 
 
 class StoreCounts(NamedTuple):
-    """Contents of a store, of all digests, and the pages that it evicted since the start; zeros
-    where its backend does not say."""
+    """Contents of a store, of all digests, and the pages that it evicted since the start."""
 
     held_bytes: int = 0
     held_files: int = 0
@@ -67,8 +66,6 @@ class PageStore(Protocol):
 
     def tend(self) -> float:
         """Does a short piece of upkeep; gives the seconds until the next is due."""
-
-    def counts(self) -> StoreCounts: ...
 
 
 def self_test(objects: ObjectStore, digest: str) -> None:

@@ -7,7 +7,6 @@ reaches the store finds the pages. They are padded as all its objects are.
 from collections.abc import Sequence
 
 from sgl_pipeline.kv_store.page_records import decode_record, encode_record
-from sgl_pipeline.kv_store.page_store import StoreCounts
 from sgl_pipeline.kv_store.storage_client import StorageClient
 from sgl_pipeline.page_record import PageRecord
 
@@ -58,9 +57,6 @@ class StoragePages:
 
     def tend(self) -> float:
         return NEVER_S
-
-    def counts(self) -> StoreCounts:
-        return StoreCounts()
 
     def _name(self, page_hash: bytes) -> str:
         return f"{page_hash.hex()}_{self._digest}_R"

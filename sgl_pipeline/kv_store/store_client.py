@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sgl_pipeline.errors import StoreError
-from sgl_pipeline.kv_store.page_store import PageStore, StoreCounts
+from sgl_pipeline.kv_store.page_store import PageStore
 from sgl_pipeline.page_record import PageRecord
 
 MAX_QUEUED = 256
@@ -73,7 +73,6 @@ class StoreClient:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._last_message = ""
         self._counts = ClientCounts()
-        self._store_counts = StoreCounts()
         self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
         self._thread.start()
 
@@ -89,11 +88,6 @@ class StoreClient:
     @property
     def counts(self) -> ClientCounts:
         return self._counts
-
-    @property
-    def store_counts(self) -> StoreCounts:
-        """A moment old at most, while the thread has work."""
-        return self._store_counts
 
     def ask(self, lookup: int, hashes: Sequence[bytes]) -> bool:
         """Looks for the longest prefix of these pages; False where the queue is full. Each call
@@ -156,7 +150,7 @@ class StoreClient:
             if call is not None:
                 self._try(call)
             # Calls in an endless row must not keep the store from evicting.
-            wait_s = self._try(self._tend)
+            wait_s = self._try(self._store.tend)
 
     def _try(self, call: Callable[[], float | None]) -> float:
         """The result of `call`, or RETRY_S: nothing that a store raises ends the thread."""
@@ -167,11 +161,6 @@ class StoreClient:
         except Exception as error:
             self._report(f"the store of pages failed, by a fault of its code: {error!r}")
         return RETRY_S
-
-    def _tend(self) -> float:
-        wait_s = self._store.tend()
-        self._store_counts = self._store.counts()
-        return wait_s
 
     def _report(self, message: str) -> None:
         self._counts.errors += 1

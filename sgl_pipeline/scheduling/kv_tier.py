@@ -302,12 +302,6 @@ class KvTier:
         to_compute = self._waiting.tokens_to_compute(ACCOUNTINGS["radix"])
         return max(0, self._waiting.num_tokens - loading - to_compute), loading, to_compute
 
-    def awaits(self, request: Request) -> bool:
-        """True if `request` waits until it is known what is loaded for it, or for that load."""
-        if request not in self._waiting:
-            return False
-        return self._waiting.is_held(request) or self.load_of(request) is not None
-
     def load_of(self, request: Request) -> PageLoad | None:
         """The load that the waiting `request` waits for."""
         node = self._waiting.awaited_node(request)

@@ -14,7 +14,6 @@ from support.pipelines import FOUR_TOKEN_PAGES, make_request, new_scheduler
 from sgl_pipeline.args import TierArgs
 from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.errors import ConfigurationError, StoreError
-from sgl_pipeline.kv_store.page_store import StoreCounts
 from sgl_pipeline.kv_store.store_client import StoreClient
 from sgl_pipeline.managers.tiers.open_tier import OpenTier
 from sgl_pipeline.managers.tiers.tier_driver import TierDriver, TierOutcome
@@ -66,9 +65,6 @@ class FakePages:
 
     def tend(self) -> float:
         return 60.0
-
-    def counts(self) -> StoreCounts:
-        return StoreCounts()
 
 
 class FakeProcess:

@@ -270,8 +270,8 @@ def test_an_interrupt_ends_a_load_that_hangs_and_no_page_changes_after_it(
     session = stage._sessions["P"]
     before, started_s = pool_content(reading.pools[0]), time.monotonic()
     {"cancel": stage.cancel, "use": reading.use, "close": stage.close}[way]()
-    session.join(10.0)  # the peer would hold it for 20 s
-    assert not session.is_alive() and time.monotonic() - started_s < 10.0
+    session.join(20.0)  # the peer holds it for as long
+    assert time.monotonic() - started_s < 10.0
     goes_on.set()
     assert pool_content(reading.pools[0]) == before
     if way != "close":
