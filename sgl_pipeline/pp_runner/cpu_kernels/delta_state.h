@@ -47,9 +47,8 @@ struct HeadRows {
   const float* queries;  // [num_rows, key_dim]
   const float* keys;     // [num_rows, key_dim]
   float* values;         // [num_rows, value_dim]; what each row reads takes the place of its value
-  const float* decays;   // of each row, gate_stride apart
-  const float* betas;
-  int64_t gate_stride;
+  const float* decays;   // [num_rows]
+  const float* betas;    // [num_rows]
   int num_rows;
   int key_dim;
   int value_dim;
@@ -95,6 +94,7 @@ NOINLINE void multiply(const Columns& state, int key_dim, const float* key, Vec*
 }
 
 // target = decay * source + key * delta; sums = next_key * target, read = query * target.
+// Without a next row it asks for memory instead.
 template <bool kHasNext>
 NOINLINE void update(const Columns& source, const Columns& target, int key_dim, float decay,
                      const float* key, const Vec* delta, const float* query, const float* next_key,
@@ -104,8 +104,9 @@ NOINLINE void update(const Columns& source, const Columns& target, int key_dim, 
   const Vec decays = broadcast(decay);
   const float* from = source.first;
   float* to = target.first;
+#pragma GCC unroll 2
   for (int d = 0; d < key_dim; ++d, from += source.stride, to += target.stride) {
-    prefetch.ask();
+    if (!kHasNext) prefetch.ask();
     const Vec own = broadcast(key[d]), asked = broadcast(query[d]);
     const Vec next = kHasNext ? broadcast(next_key[d]) : Vec{};
 #pragma GCC unroll 4
@@ -137,8 +138,8 @@ inline void walk_columns(const HeadRows& rows, int column, int count, const Colu
     const float* const key = rows.keys + int64_t{row} * rows.key_dim;
     const float* const query = rows.queries + int64_t{row} * rows.key_dim;
     float* const value = rows.values + int64_t{row} * rows.value_dim + column;
-    const float decay = rows.decays[row * rows.gate_stride];
-    const float beta = rows.betas[row * rows.gate_stride];
+    const float decay = rows.decays[row];
+    const float beta = rows.betas[row];
     const auto count_of = [&](int v) { return std::clamp(count - v * kWidth, 0, kWidth); };
     for (int v = 0; v < kVectors; ++v)
       delta[v] = beta * multiply_add(broadcast(-decay), known[v], load(value + v * kWidth, count_of(v)));

@@ -54,7 +54,7 @@ void sglp_gated_delta(int is_bf16, const int32_t* query_indptr, int num_chunks, 
                       const int64_t* slots, const void* starts_anew, const void* qkv, const void* z,
                       const void* b, const void* a, const void* conv, const float* a_log,
                       const float* dt_bias, const void* norm, float epsilon,
-                      float* recurrent_states, void* conv_states, float* scratch, void* out,
+                      float* recurrent_states, void* conv_states, void* out,
                       int num_threads);
 void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated, const void* rows,
                   const void* weight, const void* SGLP_OR_NULL bias, void* out, int num_threads);

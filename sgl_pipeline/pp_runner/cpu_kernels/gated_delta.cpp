@@ -5,13 +5,15 @@
 // one after the other, and every sum has one order: a row's result and the state after it are bitwise
 // the same in chunks of any lengths, in any company and on any number of threads.
 //
-// First all rows are convolved, on their way to head-major fp32 (`Mixed`), then each value head of a
-// chunk walks its rows, with kColumns columns of its state in the L1 cache.
+// A key head of a chunk is a task, with the value heads that belong to it, kRows rows after the others:
+// their queries, keys and values are convolved into fp32 that stays in the L2 cache, then each value
+// head walks them (delta_state.h), and what it read is normed and gated.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "delta_state.h"
 #include "exports.h"
@@ -22,6 +24,8 @@ namespace {
 
 constexpr float kNormEpsilon = 1e-6f;  // of queries and keys; NORM_EPSILON of gated_delta.py
 
+constexpr int kRows = 64;
+
 // A layer's heads.
 struct Heads {
   int num_key;
@@ -30,34 +34,9 @@ struct Heads {
   int value_dim;
   int conv_width;
 
-  // Of the convolution: those of queries, keys and values, a head after the other.
-  int num_groups() const { return 2 * num_key + num_value; }
-  int64_t first_channel(int group) const {
-    const int keys = std::min(group, 2 * num_key);
-    return int64_t{keys} * key_dim + int64_t{group - keys} * value_dim;
-  }
-  int group_size(int group) const { return group < 2 * num_key ? key_dim : value_dim; }
-  int64_t num_channels() const { return first_channel(num_groups()); }
+  int per_key() const { return num_value / num_key; }
   int64_t values_of_row() const { return int64_t{num_value} * value_dim; }
-};
-
-// What the convolution leaves for the recurrence.
-struct Mixed {
-  float* numbers;
-  int64_t num_rows;
-
-  // Of one head of queries, keys or values: [num_rows, its size], queries and keys normed.
-  float* group(const Heads& heads, int group) const {
-    return numbers + heads.first_channel(group) * num_rows;
-  }
-  // Of a row, and of each value head: what the state is multiplied by, then what part of a new value
-  // is written to it.
-  float* decays(const Heads& heads, int64_t row) const {
-    return numbers + heads.num_channels() * num_rows + row * 2 * heads.num_value;
-  }
-  float* betas(const Heads& heads, int64_t row) const {
-    return decays(heads, row) + heads.num_value;
-  }
+  int64_t num_channels() const { return 2 * int64_t{num_key} * key_dim + values_of_row(); }
 };
 
 // A step, as sglp_gated_delta describes it.
@@ -78,8 +57,32 @@ struct Step {
   float epsilon;
   float* recurrent;
   T* last_inputs;
-  Mixed mixed;
   T* out;
+
+  float* state(int chunk, int head) const {
+    return recurrent + (slots[chunk] * heads.num_value + head) * heads.key_dim * heads.value_dim;
+  }
+};
+
+// Of the rows that a task is at. One thread's.
+struct Scratch {
+  explicit Scratch(const Heads& heads) {
+    thread_local std::vector<Vec> room;
+    const int values = heads.per_key() * heads.value_dim, gates = heads.per_key();
+    const int64_t numbers = int64_t{kRows} * (2 * heads.key_dim + values + 2 * gates);
+    room.resize(numbers / kWidth);  // kRows is a multiple of kWidth
+    queries = reinterpret_cast<float*>(room.data());
+    keys = queries + kRows * heads.key_dim;
+    this->values = keys + kRows * heads.key_dim;
+    decays = this->values + kRows * values;
+    betas = decays + kRows * gates;
+  }
+
+  float* queries;  // [kRows, key_dim]
+  float* keys;
+  float* values;  // of each head [kRows, value_dim]
+  float* decays;  // of each head [kRows]
+  float* betas;
 };
 
 // Calls run(offset, count) for each vector of `size` elements.
@@ -117,126 +120,189 @@ inline Vec softplus(Vec x) {
   return (x > 0.0f ? x : Vec{}) + 2.0f * s * series;
 }
 
-// exp(-exp(a_log) * softplus(a + dt_bias)) and sigmoid(b) of a row.
+// exp(-exp(a_log) * softplus(a + dt_bias)) and sigmoid(b) of a head's rows [begin, end).
 template <typename T>
-NOINLINE void find_gates(const Step<T>& step, int64_t row) {
-  const int size = step.heads.num_value;
-  const T* const a = step.a + row * size;
-  const T* const b = step.b + row * size;
-  float* const decays = step.mixed.decays(step.heads, row);
-  float* const betas = step.mixed.betas(step.heads, row);
-  for_vectors(size, [&](int head, int count) {
-    const Vec rate = exp_any(load(step.a_log + head, count));
-    const Vec time = softplus(load(a + head, count) + load(step.dt_bias + head, count));
-    store(decays + head, exp_nonpositive(-rate * time), count);
-    store(betas + head, sigmoid(load(b + head, count)), count);
-  });
+NOINLINE void find_gates(const Step<T>& step, int64_t begin, int64_t end, int head, float* decays,
+                         float* betas) {
+  const Vec rate = exp_any(broadcast(step.a_log[head]));
+  const int64_t stride = step.heads.num_value;
+  for (int64_t row = begin; row < end; row += kWidth) {
+    const int count = std::min<int64_t>(kWidth, end - row);
+    T a[kWidth] = {}, b[kWidth] = {};
+    for (int i = 0; i < count; ++i) {
+      a[i] = step.a[(row + i) * stride + head];
+      b[i] = step.b[(row + i) * stride + head];
+    }
+    const Vec time = softplus(load(a) + step.dt_bias[head]);
+    store(decays + (row - begin), exp_nonpositive(-rate * time), count);
+    store(betas + (row - begin), sigmoid(load(b)), count);
+  }
 }
 
-// The rows of a chunk of one group: convolved, activated, and where they are queries or keys, normed.
-// The chunk's last inputs stay for the next one.
+// Some channels of a chunk: of the convolution's weights [K, W], the step's inputs [T, W] and the
+// last ones before the chunk [K - 1, W].
 template <typename T>
-NOINLINE void convolve(const Step<T>& step, int chunk, int group) {
-  const Heads& heads = step.heads;
-  const int64_t begin = step.query_indptr[chunk], end = step.query_indptr[chunk + 1];
-  const int64_t channels = heads.num_channels(), first = heads.first_channel(group);
-  const int size = heads.group_size(group), taps = heads.conv_width;
-  const T* const inputs = step.qkv + first;
-  T* const last = step.last_inputs + step.slots[chunk] * (taps - 1) * channels + first;
-  if (step.starts_anew[chunk])
-    for (int tap = 0; tap < taps - 1; ++tap)
-      std::memset(static_cast<void*>(last + tap * channels), 0, size * sizeof(T));
-  // Of an input by its row, also of those before the chunk.
-  const auto input = [&](int64_t row) {
-    return row < begin ? last + (row - begin + taps - 1) * channels : inputs + row * channels;
+struct Channels {
+  const T* weights;
+  const T* inputs;
+  T* last;
+  int64_t stride;   // W
+  int64_t first_row;  // of the chunk
+  bool is_new;      // zeros came before the chunk
+
+  Channels from(int64_t channel) const {
+    return {weights + channel, inputs + channel, last + channel, stride, first_row, is_new};
+  }
+};
+
+// Vectors of channels, the last with `count` of them, of rows [begin, end): convolved, activated, and
+// stored `size` apart.
+template <int kTaps, int kVecs, typename T>
+NOINLINE void convolve_vectors(const Channels<T>& channels, int64_t begin, int64_t end, int count,
+                               float* target, int size) {
+  constexpr int kAhead = 8;  // rows
+  Vec weights[kTaps][kVecs], inputs[kTaps][kVecs];
+  const auto load_row = [&](const T* source, Vec* vecs) {
+    for (int v = 0; v < kVecs; ++v)
+      vecs[v] = load(source + v * kWidth, v < kVecs - 1 ? kWidth : count);
   };
-  const bool is_normed = group < 2 * heads.num_key;
-  const float scale = group < heads.num_key ? 1.0f / std::sqrt(float(heads.key_dim)) : 1.0f;
-  float* target = step.mixed.group(heads, group) + begin * size;
+  for (int tap = 0; tap < kTaps; ++tap) load_row(channels.weights + tap * channels.stride, weights[tap]);
+  for (int tap = 0; tap < kTaps - 1; ++tap) {
+    const int64_t row = begin - (kTaps - 1) + tap, before = row - channels.first_row;
+    if (before >= 0)
+      load_row(channels.inputs + row * channels.stride, inputs[tap + 1]);
+    else if (!channels.is_new)
+      load_row(channels.last + (before + kTaps - 1) * channels.stride, inputs[tap + 1]);
+    else
+      std::fill_n(inputs[tap + 1], kVecs, Vec{});
+  }
   for (int64_t row = begin; row < end; ++row, target += size) {
+    for (int tap = 0; tap < kTaps - 1; ++tap) std::copy_n(inputs[tap + 1], kVecs, inputs[tap]);
+    const T* const source = channels.inputs + row * channels.stride;
+    load_row(source, inputs[kTaps - 1]);
+    __builtin_prefetch(source + kAhead * channels.stride);
+    for (int v = 0; v < kVecs; ++v) {
+      Vec sum{};
+      for (int tap = 0; tap < kTaps; ++tap) sum = multiply_add(inputs[tap][v], weights[tap][v], sum);
+      store(target + v * kWidth, silu(sum), v < kVecs - 1 ? kWidth : count);
+    }
+  }
+}
+
+// One head of queries, keys or values.
+template <int kTaps, typename T>
+void convolve_head(const Channels<T>& channels, int64_t begin, int64_t end, float* target, int size) {
+  int offset = 0;
+  for (; offset + 2 * kWidth <= size; offset += 2 * kWidth)  // in bf16 a line
+    convolve_vectors<kTaps, 2>(channels.from(offset), begin, end, kWidth, target + offset, size);
+  for (; offset < size; offset += kWidth)
+    convolve_vectors<kTaps, 1>(channels.from(offset), begin, end, std::min(kWidth, size - offset),
+                               target + offset, size);
+}
+
+// rows [num_rows, size], each divided by its length and multiplied by `scale`.
+NOINLINE void norm_rows(float* rows, int64_t num_rows, int size, float scale) {
+  for (float* row = rows; row < rows + num_rows * size; row += size) {
     Vec squares{};
     for_vectors(size, [&](int offset, int count) {
-      Vec sum{};
-      for (int tap = 0; tap < taps; ++tap)
-        sum = multiply_add(load(input(row - taps + 1 + tap) + offset, count),
-                           load(step.conv + tap * channels + first + offset, count), sum);
-      const Vec mixed = silu(sum);
-      squares = multiply_add(mixed, mixed, squares);
-      store(target + offset, mixed, count);
+      const Vec x = load(row + offset, count);
+      squares = multiply_add(x, x, squares);
     });
-    if (!is_normed) continue;
     const float factor = scale / std::sqrt(total(squares) + kNormEpsilon);
     for_vectors(size, [&](int offset, int count) {
-      store(target + offset, load(target + offset, count) * factor, count);
+      store(row + offset, load(row + offset, count) * factor, count);
     });
   }
-  // Ascending: a row is read before it is overwritten.
-  for (int tap = 0; tap < taps - 1; ++tap)
-    std::memmove(static_cast<void*>(last + tap * channels), input(end - taps + 1 + tap),
-                 size * sizeof(T));
+}
+
+// The chunk's last inputs take the place of those before it.
+template <typename T>
+void keep_inputs(const Channels<T>& channels, int64_t end, int taps, int size) {
+  for (int tap = 0; tap < taps - 1; ++tap) {  // ascending: a row is read before it is overwritten
+    T* const target = channels.last + tap * channels.stride;
+    const int64_t row = end - (taps - 1) + tap, before = row - channels.first_row;
+    if (before >= 0)
+      std::memcpy(static_cast<void*>(target), channels.inputs + row * channels.stride, size * sizeof(T));
+    else if (!channels.is_new)
+      std::memcpy(static_cast<void*>(target), channels.last + (before + taps - 1) * channels.stride,
+                  size * sizeof(T));
+    else
+      std::memset(static_cast<void*>(target), 0, size * sizeof(T));
+  }
 }
 
 // What a head has read, normed and gated.
 template <typename T>
-NOINLINE void gate_head(const Step<T>& step, int64_t row, int head, const float* read) {
+NOINLINE void gate_rows(const Step<T>& step, int64_t begin, int64_t end, int head, const float* read) {
+  constexpr int kAhead = 4;  // rows
   const int size = step.heads.value_dim;
-  const int64_t place = row * step.heads.values_of_row() + int64_t{head} * size;
-  Vec squares{};
-  for_vectors(size, [&](int offset, int count) {
-    const Vec x = load(read + offset, count);
-    squares = multiply_add(x, x, squares);
-  });
-  const float scale = 1.0f / std::sqrt(total(squares) / size + step.epsilon);
-  for_vectors(size, [&](int offset, int count) {
-    const Vec normed = load(read + offset, count) * scale * load(step.norm + offset, count);
-    store(step.out + place + offset, normed * silu(load(step.z + place + offset, count)), count);
-  });
+  const int64_t stride = step.heads.values_of_row();
+  for (int64_t row = begin; row < end; ++row, read += size) {
+    const T* const gate = step.z + row * stride + int64_t{head} * size;
+    T* const out = step.out + row * stride + int64_t{head} * size;
+    Vec squares{};
+    for_vectors(size, [&](int offset, int count) {
+      const Vec x = load(read + offset, count);
+      squares = multiply_add(x, x, squares);
+    });
+    const float scale = 1.0f / std::sqrt(total(squares) / size + step.epsilon);
+    for_vectors(size, [&](int offset, int count) {
+      __builtin_prefetch(gate + kAhead * stride + offset);
+      __builtin_prefetch(out + kAhead * stride + offset, 1);
+      const Vec normed = load(read + offset, count) * scale * load(step.norm + offset, count);
+      store(out + offset, normed * silu(load(gate + offset, count)), count);
+    });
+  }
 }
 
-// One value head of a chunk, with the state in the pool. `next_state`: the one that this thread is
-// likely to compute next (null: none).
-template <typename T>
-void walk(const Step<T>& step, int chunk, int head, const float* next_state) {
+// One key head of a chunk. `next_state`: the one of the value head that this thread is likely to
+// compute after its own (null: none).
+template <int kTaps, typename T>
+void run_task(const Step<T>& step, int chunk, int key_head, const float* next_state) {
   const Heads& heads = step.heads;
-  const int64_t begin = step.query_indptr[chunk], end = step.query_indptr[chunk + 1];
-  const int key_head = head / (heads.num_value / heads.num_key);
-  const int key_dim = heads.key_dim, value_dim = heads.value_dim;
-  float* const values = step.mixed.group(heads, 2 * heads.num_key + head) + begin * value_dim;
-  const HeadRows rows{step.mixed.group(heads, key_head) + begin * key_dim,
-                      step.mixed.group(heads, heads.num_key + key_head) + begin * key_dim,
-                      values,
-                      step.mixed.decays(heads, begin) + head,
-                      step.mixed.betas(heads, begin) + head,
-                      2 * heads.num_value,
-                      int(end - begin),
-                      key_dim,
-                      value_dim};
-  const int64_t size = int64_t{key_dim} * value_dim;
-  walk_head(rows, step.recurrent + (step.slots[chunk] * heads.num_value + head) * size,
-            step.starts_anew[chunk], next_state);
-  for (int64_t row = begin; row < end; ++row)
-    gate_head(step, row, head, values + (row - begin) * value_dim);
+  const Scratch scratch(heads);
+  const int64_t first = step.query_indptr[chunk], end = step.query_indptr[chunk + 1];
+  const int64_t channels = heads.num_channels();
+  const bool is_new = step.starts_anew[chunk];
+  const Channels<T> all{step.conv, step.qkv, step.last_inputs + step.slots[chunk] * (kTaps - 1) * channels,
+                        channels, first, is_new};
+  const int key_dim = heads.key_dim, value_dim = heads.value_dim, first_head = key_head * heads.per_key();
+  const Channels<T> queries = all.from(int64_t{key_head} * key_dim);
+  const Channels<T> keys = queries.from(int64_t{heads.num_key} * key_dim);
+  const Channels<T> values = all.from(2 * int64_t{heads.num_key} * key_dim + int64_t{first_head} * value_dim);
+  for (int64_t begin = first; begin < end; begin += kRows) {
+    const int64_t stop = std::min(end, begin + kRows);
+    convolve_head<kTaps>(queries, begin, stop, scratch.queries, key_dim);
+    convolve_head<kTaps>(keys, begin, stop, scratch.keys, key_dim);
+    norm_rows(scratch.queries, stop - begin, key_dim, 1.0f / std::sqrt(float(key_dim)));
+    norm_rows(scratch.keys, stop - begin, key_dim, 1.0f);
+    for (int i = 0; i < heads.per_key(); ++i) {
+      float* const read = scratch.values + int64_t{i} * kRows * value_dim;
+      convolve_head<kTaps>(values.from(int64_t{i} * value_dim), begin, stop, read, value_dim);
+      find_gates(step, begin, stop, first_head + i, scratch.decays + i * kRows, scratch.betas + i * kRows);
+      const HeadRows rows{scratch.queries,         scratch.keys,           read, scratch.decays + i * kRows,
+                          scratch.betas + i * kRows, int(stop - begin), key_dim, value_dim};
+      const bool is_last = i + 1 == heads.per_key();
+      walk_head(rows, step.state(chunk, first_head + i), is_new && begin == first,
+                stop < end ? nullptr : is_last ? next_state : step.state(chunk, first_head + i + 1));
+      gate_rows(step, begin, stop, first_head + i, read);
+    }
+  }
+  keep_inputs(queries, end, kTaps, key_dim);
+  keep_inputs(keys, end, kTaps, key_dim);
+  keep_inputs(values, end, kTaps, heads.per_key() * value_dim);
 }
 
-template <typename T>
+template <int kTaps, typename T>
 void run_step(const Step<T>& step, int num_chunks, int num_threads) {
-  const Heads& heads = step.heads;
-  const int groups = heads.num_groups();
-  const int64_t state_size = int64_t{heads.key_dim} * heads.value_dim;
-  const int64_t num_walks = int64_t{num_chunks} * heads.num_value;
+  const int num_keys = step.heads.num_key, num_tasks = num_chunks * num_keys;
   in_team(num_threads, [&] {
-#pragma omp for schedule(static) nowait
-    for (int64_t row = 0; row < step.mixed.num_rows; ++row) find_gates(step, row);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < int64_t{num_chunks} * groups; ++i)
-      convolve(step, int(i / groups), int(i % groups));
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_walks; ++i) {
-      const int64_t next = i + omp_get_num_threads(), chunk = next / heads.num_value;
-      const bool follows = next < num_walks && !step.starts_anew[chunk];
-      const int64_t state = follows ? step.slots[chunk] * heads.num_value + next % heads.num_value : 0;
-      walk(step, int(i / heads.num_value), int(i % heads.num_value),
-           follows ? step.recurrent + state * state_size : nullptr);
+    for (int i = 0; i < num_tasks; ++i) {
+      const int next = i + omp_get_num_threads(), chunk = next / num_keys;
+      const bool reads = next < num_tasks && !step.starts_anew[chunk];
+      run_task<kTaps>(step, i / num_keys, i % num_keys,
+                      reads ? step.state(chunk, next % num_keys * step.heads.per_key()) : nullptr);
     }
   });
 }
@@ -248,15 +314,15 @@ void run_step(const Step<T>& step, int num_chunks, int num_threads) {
 // K = conv_width:
 //   qkv [T, W], z [T, Hv Dv], b and a [T, Hv], conv [K, W], norm [Dv], conv_states [S, K - 1, W],
 //   oldest first, and out [T, Hv Dv] of one type, bf16 or fp32;
-//   a_log and dt_bias [Hv], recurrent_states [S, Hv, Dk, Dv] and scratch [T, W + 2 Hv] fp32.
-// All are contiguous.
+//   a_log and dt_bias [Hv] and recurrent_states [S, Hv, Dk, Dv] fp32.
+// All are contiguous. K is 2, 3 or 4.
 extern "C" void sglp_gated_delta(int is_bf16, const int32_t* query_indptr, int num_chunks,
                                  int num_key_heads, int num_value_heads, int key_dim, int value_dim,
                                  int conv_width, const int64_t* slots, const void* starts_anew,
                                  const void* qkv, const void* z, const void* b, const void* a,
                                  const void* conv, const float* a_log, const float* dt_bias,
                                  const void* norm, float epsilon, float* recurrent_states,
-                                 void* conv_states, float* scratch, void* out, int num_threads) {
+                                 void* conv_states, void* out, int num_threads) {
   const auto run = [&](auto element) {
     using T = decltype(element);
     const auto tensor = [](const void* pointer) { return static_cast<const T*>(pointer); };
@@ -275,9 +341,10 @@ extern "C" void sglp_gated_delta(int is_bf16, const int32_t* query_indptr, int n
                        epsilon,
                        recurrent_states,
                        static_cast<T*>(conv_states),
-                       {scratch, query_indptr[num_chunks]},
                        static_cast<T*>(out)};
-    run_step(step, num_chunks, num_threads);
+    if (conv_width == 2) run_step<2>(step, num_chunks, num_threads);
+    if (conv_width == 3) run_step<3>(step, num_chunks, num_threads);
+    if (conv_width == 4) run_step<4>(step, num_chunks, num_threads);
   };
   if (is_bf16)
     run(BFloat16{});

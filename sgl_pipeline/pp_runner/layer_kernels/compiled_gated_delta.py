@@ -10,6 +10,8 @@ from sgl_pipeline.pp_runner.base.step_inputs import StateRows
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels
 from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 
+_CONV_WIDTHS = (2, 3, 4)  # those that are compiled
+
 
 def compiled_gated_delta(
     kernels: CpuKernels,
@@ -30,7 +32,7 @@ def compiled_gated_delta(
     num_key_heads = (num_channels - values) // (2 * key_dim)
     assert num_channels == 2 * num_key_heads * key_dim + values
     assert num_key_heads > 0 and num_value_heads % num_key_heads == 0
-    assert weights.conv.shape == (conv_width, num_channels) and conv_width > 1
+    assert weights.conv.shape == (conv_width, num_channels) and conv_width in _CONV_WIDTHS
     assert pool.conv.shape == (num_slots, conv_width - 1, num_channels)
     assert z.shape == (num_rows, values) and weights.norm.shape == (value_dim,)
     assert a.shape == b.shape == (num_rows, num_value_heads)
@@ -42,7 +44,6 @@ def compiled_gated_delta(
     _check(torch.int64, states.slots)
     _check(torch.bool, states.starts_anew)
     _check(torch.int32, query_indptr)
-    scratch = qkv.new_empty(num_rows, num_channels + 2 * num_value_heads, dtype=torch.float32)
     out = torch.empty_like(z)
     kernels.gated_delta(
         is_bf16=qkv.dtype == torch.bfloat16,
@@ -66,7 +67,6 @@ def compiled_gated_delta(
         epsilon=weights.epsilon,
         recurrent_states=pool.recurrent,
         conv_states=pool.conv,
-        scratch=scratch,
         out=out,
         num_threads=torch.get_num_threads(),
     )
