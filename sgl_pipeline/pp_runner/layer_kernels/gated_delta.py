@@ -18,7 +18,7 @@ NORM_EPSILON = 1e-6  # of queries and keys, added to the sum of squares
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedDeltaWeights:
-    """The weights of a layer besides its projections. `conv` and `norm` are in the model's dtype."""
+    """The weights besides projections. `conv` and `norm` are in the model's dtype."""
 
     conv: torch.Tensor  # [K, W], contiguous: a checkpoint's [W, 1, K], transposed
     a_log: torch.Tensor  # [Hv], fp32
