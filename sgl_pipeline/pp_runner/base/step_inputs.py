@@ -49,6 +49,15 @@ class LentRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """The places of the chunks' states, on the stage's device: the slot of each chunk, and whether
+    its state begins with zeros, as at position 0. No two chunks have one slot."""
+
+    slots: torch.Tensor  # int64 [C]
+    starts_anew: torch.Tensor  # bool [C]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """One step, as tensors. `token_ids`, `positions`, `slots` and `sample_rows` are int64 on the
     stage's device; `slots[t]` is `page * page_size + offset`, where row t's key and value go.

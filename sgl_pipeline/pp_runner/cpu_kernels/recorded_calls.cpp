@@ -54,6 +54,7 @@ constexpr Kernel kKernels[] = {
     {"gate", Recorded<sglp_gate>::run},
     {"clamped_gate", Recorded<sglp_clamped_gate>::run},
     {"reorder", Recorded<sglp_reorder>::run},
+    {"gated_delta", Recorded<sglp_gated_delta>::run},
     {"product", Recorded<sglp_product>::run},
     {"int8_product", Recorded<sglp_int8_product>::run},
     {"int4_product", Recorded<sglp_int4_product>::run},
