@@ -8,6 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.base.kv_format import head_dim_of, write_rows
+from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.layer_kernels.gated_delta import (
+    GatedDeltaWeights,
+    LayerStates,
+    gated_delta,
+)
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     GateClamp,
     GatedLinear,
@@ -72,6 +78,19 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
         return (up + 1) * (gate * (gate * clamp.alpha).sigmoid())
+
+    def gated_delta(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: GatedDeltaWeights,
+        states: StateRows,
+        query_indptr: torch.Tensor,
+        pool: LayerStates,
+    ) -> torch.Tensor:
+        return gated_delta(qkv, z, b, a, weights, states, query_indptr, pool)
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
