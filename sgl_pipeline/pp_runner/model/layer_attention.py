@@ -5,9 +5,9 @@ It must never pass over a window: a layer that sees more keys than in training r
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.attention_backend import NO_ATTENTION, LayerAttention
+from sgl_pipeline.pp_runner.base.state_shape import StateShape
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
 from sgl_pipeline.pp_runner.model.families import Family, WindowRule
-from sgl_pipeline.pp_runner.model.state_shape import StateShape
 
 # transformers' configuration classes of Qwen2, Qwen2-MoE and Qwen3.
 _MAX_WINDOW_LAYERS = 28

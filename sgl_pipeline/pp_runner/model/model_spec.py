@@ -17,13 +17,13 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.model_directory import read_json_object
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, LayerAttention
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
+from sgl_pipeline.pp_runner.base.state_shape import StateShape
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields, text_fields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions, state_shape
 from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig, with_rope_overrides
 from sgl_pipeline.pp_runner.model.rope_spec import RopeSpec
-from sgl_pipeline.pp_runner.model.state_shape import StateShape
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     choose_quantization,
     read_quantization,
