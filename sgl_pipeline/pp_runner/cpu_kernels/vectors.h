@@ -56,7 +56,7 @@ inline To bit_cast(const From& from) {
   return to;
 }
 
-inline Vec broadcast(float value) { return Vec{} + value; }
+inline Vec broadcast(float value) { return value - Vec{}; }  // x - 0 is x, also for -0
 
 inline Vec load(const float* source) {
   Vec vec;

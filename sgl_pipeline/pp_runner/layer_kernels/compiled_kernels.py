@@ -7,7 +7,9 @@ checked.
 import torch
 
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, head_dim_of
+from sgl_pipeline.pp_runner.base.step_inputs import StateRows
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels, KvFormat
+from sgl_pipeline.pp_runner.layer_kernels.compiled_gated_delta import compiled_gated_delta
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
@@ -15,6 +17,7 @@ from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledInt8Linear,
     CompiledMxfp4Linear,
 )
+from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     GateClamp,
     GatedLinear,
@@ -37,7 +40,7 @@ class CompiledKernels:
 
     Every result is computed in fp32 and rounded once, where torch rounds after each operation; so
     in bf16 it is within half a unit in the last place of the exact one, and torch's is not.
-    A row's result is bitwise the same in any microbatch.
+    A row's result is bitwise the same in any microbatch, and so is a state after it.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:
@@ -200,6 +203,22 @@ class CompiledKernels:
             num_threads=torch.get_num_threads(),
         )
         return gated
+
+    def gated_delta(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: GatedDeltaWeights,
+        states: StateRows,
+        query_indptr: torch.Tensor,
+        pool: LayerStates,
+    ) -> torch.Tensor:
+        """See `LayerKernels.gated_delta`."""
+        return compiled_gated_delta(
+            self._kernels, qkv, z, b, a, weights, states, query_indptr, pool
+        )
 
     def _rms_norm(
         self,
