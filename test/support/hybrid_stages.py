@@ -20,7 +20,7 @@ PAGE_SIZE = 16
 class HandledRequest:
     """A prompt and the tokens drawn so far, of which `num_computed` were computed."""
 
-    def __init__(self, handle: int, prompt_ids: Sequence[int], state_slot: int) -> None:
+    def __init__(self, handle: int, prompt_ids: Sequence[int], state_slot: int | None) -> None:
         self.handle = handle
         self.prompt_ids = list(prompt_ids)
         self.output_ids: list[int] = []
@@ -89,7 +89,7 @@ class HybridStages:
                         state_slot=request.state_slot,
                     )
                 )
-                first = request.state_slot * self._pages_each
+                first = (request.state_slot or 0) * self._pages_each
                 pages = [*range(first, first + self._pages_each)]
             else:
                 new = new[-1:] if request.output_ids else []
