@@ -203,6 +203,7 @@ def _assignment(
         plan=plan,
         args=replace(stages, model_path=hello.model_path or stages.model_path),
         page_size=args.scheduling.page_size,
+        num_state_slots=args.scheduling.num_state_slots,
         links=links,
         cpu_threads=num_threads(cores, stages.cpu_threads),
         # On a GPU the threads of driver and NCCL, and a compiler that a stage starts, would share

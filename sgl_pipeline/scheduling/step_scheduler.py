@@ -46,6 +46,7 @@ from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.state_slots import StateSlots
 from sgl_pipeline.scheduling.step_results import StepResults
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
@@ -61,7 +62,8 @@ class StepScheduler:
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
     `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store, and
-    for other servers. `drafts` guesses tokens. `shares` is None where there is one tenant.
+    for other servers. `drafts` guesses tokens. `state_slots` bound admission in models with
+    states. `shares` is None where there is one tenant.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -88,7 +90,8 @@ class StepScheduler:
         tree = RadixTree(args.page_size, enabled=args.radix_cache)
         demand = RadixDemand(tree)
         storage = RadixStorage(tree, demand)
-        self._pages = RequestPages(PagePool(num_pages), storage, demand)
+        slots = self.state_slots = StateSlots(args.num_state_slots)
+        self._pages = RequestPages(PagePool(num_pages), storage, demand, slots)
         own_order = order_maker(args, tree, demand)
         self.shares = shares = FairShares.of(args, own_order)
         order = own_order() if shares is None else shares.order

@@ -27,7 +27,8 @@ class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
     `handle` is unique for the life of the server. `prompt_length` splits the tokens so far into
     prompt and output. `logprobs.prompt_start` is the first position whose row is still wanted.
     With a `lease` its keys and values are on another server, and its only page here takes those of
-    its rows of a step, at their places in a page; its chunks come last in a step.
+    its rows of a step, at their places in a page; its chunks come last in a step. Its states are at
+    `state_slot` of the stages' pools, in models with states.
     """
 
     handle: int
@@ -35,6 +36,7 @@ class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
     prompt_length: int
     logprobs: LogprobSpec | None = None
     lease: Lease | None = None
+    state_slot: int | None = None
 
 
 class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -172,7 +174,10 @@ def _open_of(request: Request, handle: int) -> RequestOpen:
     logprobs = request.logprobs
     if logprobs is not None:
         logprobs = msgspec.structs.replace(logprobs, prompt_start=request.first_logits_position)
-    return RequestOpen(handle, request.sampling, len(request.prompt_ids), logprobs, request.lease)
+    prompt_length = len(request.prompt_ids)
+    return RequestOpen(
+        handle, request.sampling, prompt_length, logprobs, request.lease, request.state_slot
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +191,7 @@ class MirroredRequest:
     pages: "array[int]"
     logprobs: LogprobSpec | None = None
     lease: Lease | None = None
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +266,7 @@ class RequestMirror:
             array(INT32),
             opened.logprobs,
             opened.lease,
+            opened.state_slot,
         )
 
     def _extend(self, chunk: ChunkOrder) -> MirroredChunk:

@@ -17,11 +17,14 @@ from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
 from sgl_pipeline.scheduling.tier_rules import TierRules
 
 
-def random_args(rng: Random) -> PipelineArgs:
-    """Those of `rng`, of one stage to four."""
+def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
+    """Those of `rng`, of one stage to four; with `may_have_states` some are of a model with
+    states."""
     max_prefill_tokens = rng.choice((4, 16, 64))
     num_stages = rng.choice((1, 2, 2, 3, 4))
-    by = _own_choice(rng).choice((None, "user"))
+    own_rng = _own_choice(rng)
+    by = own_rng.choice((None, "user"))
+    num_state_slots = own_rng.choice((0, 0, 0, 1, 3, 8)) if may_have_states else 0
     return PipelineArgs(
         stages=StageArgs(
             num_stages=num_stages,
@@ -35,14 +38,15 @@ def random_args(rng: Random) -> PipelineArgs:
             max_overtakes=rng.choice((0, 1, 3, 128)),
             max_running_requests=rng.choice((2, 5, 64)),
             max_queued_requests=rng.choice((None, None, 3)),
-            radix_cache=rng.random() < 0.8,
+            num_state_slots=num_state_slots,
+            radix_cache=rng.random() < 0.8 and not num_state_slots,
             accounting=rng.choice(sorted(ACCOUNTINGS)),
             duplicate_prefills=rng.random() < 0.2,
             preemption_threshold=rng.choice((None, 0, 1)),
             waiting_timeout_s=rng.choice((None, None, 2.0)),
             running_timeout_s=rng.choice((None, None, 4.0)),
             extra_steps_in_flight=rng.choice((0, 0, 1, 2)),
-            draft_tokens=rng.choice((0, 0, 1, 4)),
+            draft_tokens=rng.choice((0, 0, 1, 4)) * (not num_state_slots),
             fair_shares_by=by,
             tenant_weights=None if by is None else '{"b": 3}',
         ),
@@ -53,7 +57,7 @@ def random_args(rng: Random) -> PipelineArgs:
             min_prefill_tokens=rng.choice((1, max_prefill_tokens)),
         ),
         migration=MigrationArgs(
-            mode=rng.choice(("off", "manual")) if num_stages > 1 else "off",
+            mode=_migration_mode(rng, num_stages, num_state_slots),
             spare_layers=rng.choice((1, 2)),
             timeout_s=rng.choice((0.2, 5.0, 5.0)),
         ),
@@ -66,6 +70,11 @@ def random_args(rng: Random) -> PipelineArgs:
         ),
         run_directory="virtual",
     )
+
+
+def _migration_mode(rng: Random, num_stages: int, num_state_slots: int) -> str:
+    mode = rng.choice(("off", "manual")) if num_stages > 1 else "off"
+    return "off" if num_state_slots else mode
 
 
 def _own_choice(rng: Random) -> Random:
