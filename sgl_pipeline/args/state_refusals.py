@@ -1,4 +1,4 @@
-"""The flags that models with states (kept by some layers in place of keys and values) do not take."""
+"""The flags that models with states (of some layers, in place of keys and values) do not take."""
 
 from sgl_pipeline.args.checks import require
 from sgl_pipeline.args.disaggregation_args import DisaggregationArgs

@@ -24,7 +24,7 @@ def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
     num_stages = rng.choice((1, 2, 2, 3, 4))
     own_rng = _own_choice(rng)
     by = own_rng.choice((None, "user"))
-    num_state_slots = own_rng.choice((0, 0, 0, 1, 3, 8)) if may_have_states else 0
+    num_state_slots = own_rng.choice((0, 0, 0, 0, 0, 0, 1, 3, 8)) if may_have_states else 0
     return PipelineArgs(
         stages=StageArgs(
             num_stages=num_stages,
