@@ -201,9 +201,12 @@ def _assignment(
     return StageAssignment(
         stage=stage,
         plan=plan,
-        args=replace(stages, model_path=hello.model_path or stages.model_path),
+        args=replace(
+            stages,
+            model_path=hello.model_path or stages.model_path,
+            num_state_slots=args.scheduling.num_state_slots,
+        ),
         page_size=args.scheduling.page_size,
-        num_state_slots=args.scheduling.num_state_slots,
         links=links,
         cpu_threads=num_threads(cores, stages.cpu_threads),
         # On a GPU the threads of driver and NCCL, and a compiler that a stage starts, would share

@@ -70,8 +70,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     Layers that move: `max_layers` is the most that the stage may hold at once (None: those of
     `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` where it
     meets each stage to hand over pages: a directory of this host, or a host's cluster port.
-    `log_mib` bounds the memory for the rows that the stage has sent; 0: it keeps none. Each layer
-    with a state has places for `num_state_slots` requests.
+    `log_mib` bounds the memory for the rows that the stage has sent; 0: it keeps none.
     """
 
     stage: int
@@ -80,7 +79,6 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     gpu: int = 0
     stages_on_gpu: int = 1
     page_size: int
-    num_state_slots: int = 0
     fewer_pages_do: bool = False
     links: tuple[str, ...]
     cpu_threads: int

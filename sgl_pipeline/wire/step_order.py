@@ -27,8 +27,8 @@ class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
     `handle` is unique for the life of the server. `prompt_length` splits the tokens so far into
     prompt and output. `logprobs.prompt_start` is the first position whose row is still wanted.
     With a `lease` its keys and values are on another server, and its only page here takes those of
-    its rows of a step, at their places in a page; its chunks come last in a step. Its states are at
-    `state_slot` of the stages' pools, in models with states.
+    its rows of a step, at their places in a page; its chunks come last in a step. `state_slot` is
+    where it keeps its states, given if and only if the model has layers with a state.
     """
 
     handle: int

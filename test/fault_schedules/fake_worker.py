@@ -281,7 +281,7 @@ class FakeWorker:
             self._transfers.cancel("StageAssignment")
         self._assignment = assignment
         stage, plan = assignment.stage, assignment.plan
-        slots = assignment.num_state_slots
+        slots = assignment.args.num_state_slots
         self._layers = FakeStage(self._page_size, plan.layers_of(stage), slots)
         self._layers.elsewhere = self._attention
         loop, load = self._loop, self._tempo.load

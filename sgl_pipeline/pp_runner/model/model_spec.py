@@ -23,6 +23,7 @@ from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, Te
 from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions
 from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig, with_rope_overrides
 from sgl_pipeline.pp_runner.model.rope_spec import RopeSpec
+from sgl_pipeline.pp_runner.model.state_shape import StateShape
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     choose_quantization,
     read_quantization,
@@ -74,8 +75,9 @@ class ModelSpec(ABC):
 
     `context_length` is what the server serves. `dtype` is the torch dtype name that the checkpoint
     was saved in. `eos_token_ids` are those of config.json and generation_config.json; the
-    tokenizer's are added by `managers/`. `attentions` has an entry for each layer. `quantization`
-    lists matrices of fewer than 16 bits; None: there are none.
+    tokenizer's are added by `managers/`. `attentions` has an entry for each layer; those without
+    heads have a `state`, the same in all of them. `quantization` lists matrices of fewer than 16
+    bits; None: there are none.
     """
 
     architecture: str
@@ -88,6 +90,16 @@ class ModelSpec(ABC):
     dtype: str
     eos_token_ids: frozenset[int]
     quantization: Quantization | None = None
+    state: StateShape | None = None
+
+    def state_of(self, layer: int) -> StateShape | None:
+        """What `layer` keeps for a request in place of keys and values; None if it has those."""
+        return None if self.attentions[layer].has_heads else self.state
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state."""
+        return self.state is not None
 
     @property
     def num_layers(self) -> int:
@@ -148,18 +160,22 @@ class DecoderSpec(ModelSpec):
 
     @property
     def head_dim(self) -> int:
-        """The same in all layers."""
-        return self.attentions[0].head_dim
+        """The same in all layers that have heads."""
+        return self._full_attention.head_dim
 
     @property
     def num_query_heads(self) -> int:
-        """The same in all layers."""
-        return self.attentions[0].num_query_heads
+        """The same in all layers that have heads."""
+        return self._full_attention.num_query_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """The same in all layers."""
-        return self.attentions[0].num_kv_heads
+        """The same in all layers that have heads."""
+        return self._full_attention.num_kv_heads
+
+    @property
+    def _full_attention(self) -> LayerAttention:
+        return next(attention for attention in self.attentions if attention.has_heads)
 
     def layer_experts(self, layer: int) -> ExpertSpec | None:
         """The experts of `layer`; None if it is dense."""
