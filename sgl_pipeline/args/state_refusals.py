@@ -6,6 +6,8 @@ from sgl_pipeline.args.migration_args import MigrationArgs
 from sgl_pipeline.args.recovery_args import RecoveryArgs
 from sgl_pipeline.args.tier_args import TierArgs
 
+STATES_STAY = "states do not go from stage to stage with their layers"
+
 
 def refuse_with_states(
     device: str,
@@ -19,7 +21,7 @@ def refuse_with_states(
         f"--device {device}": (device != "cpu", "their kernels are for CPUs only"),
         f"--migration {migration.mode}": (
             migration.mode != "off",
-            "states do not go from stage to stage with their layers",
+            STATES_STAY,
         ),
         f"--recovery-log-mib {recovery.log_mib}": (
             bool(recovery.log_mib),

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
+from sgl_pipeline.args.state_refusals import STATES_STAY
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
@@ -49,6 +50,8 @@ def build_core(
         layer_windows=[attention.window for attention in spec.attentions],
     )
     migration = _migration(args.migration, capacity.plan, forecast)
+    if spec.has_states:
+        migration.why_off = STATES_STAY
     throttle = ThrottleControl(
         steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
     )

@@ -30,6 +30,7 @@ class MigrationControl:
         mode: `off`, `manual` or `auto` (`args.MIGRATION_MODES`).
         planner: learns from the steps; None: nothing is predicted or proposed.
 
+    `why_off` ends the refusal of a move where the mode is `off`.
     While `is_held`, a stage goes to another worker with the layers that it has: no move begins.
     `events` gets a copy of each move's record as it begins, and the record when it is over; it is
     the list of the `PipelineCore` that has this control.
@@ -42,6 +43,7 @@ class MigrationControl:
         self.coordinator = coordinator
         self.planner = planner
         self.is_held = False
+        self.why_off = "start it with --migration manual or auto"
         self.events: list[Event] = []
         self._proposed: tuple[int, ...] | None = None  # for the plan in use
 
@@ -192,9 +194,7 @@ class MigrationControl:
 
     def _require_on(self) -> None:
         if self.mode == "off":
-            raise MoveRefused(
-                "layers do not move on this server; start it with --migration manual or auto"
-            )
+            raise MoveRefused(f"layers do not move on this server; {self.why_off}")
 
     def _require_free(self) -> None:
         if self.is_held:
