@@ -73,6 +73,10 @@ class PipelineArgs:
 
     def __post_init__(self) -> None:
         check_flags(self)
+        if self.scheduling.num_state_slots:
+            refuse_with_states(
+                self.stages.device, self.migration, self.recovery, self.tiers, self.disaggregation
+            )
         require(
             self.stages.device == "cpu" or not self.recovery.log_mib,
             f"--recovery-log-mib {self.recovery.log_mib} needs --device cpu, this is "
@@ -103,10 +107,6 @@ class PipelineArgs:
             f"--enable-attention-offload with --device {self.stages.device} is not built: it is "
             "for CPUs only; leave it out",
         )
-        if self.scheduling.num_state_slots:
-            refuse_with_states(
-                self.stages.device, self.migration, self.recovery, self.tiers, self.disaggregation
-            )
         hosts = self.cluster.num_hosts
         require_stage_on_each(self.stages.num_stages, hosts)
         require(

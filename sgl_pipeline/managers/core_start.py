@@ -49,9 +49,10 @@ def build_core(
         learns=args.stages.device == "cpu",
         layer_windows=[attention.window for attention in spec.attentions],
     )
-    migration = _migration(args.migration, capacity.plan, forecast)
     if spec.has_states:
-        migration.why_off = STATES_STAY
+        migration = MigrationControl.off(capacity.plan, STATES_STAY)
+    else:
+        migration = _migration(args.migration, capacity.plan, forecast)
     throttle = ThrottleControl(
         steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
     )
