@@ -68,7 +68,10 @@ class CpuKernels:
         self.add = kernel("add")
         self.gate = kernel("gate")
         self.clamped_gate = kernel("clamped_gate")
+        self.output_gate = kernel("output_gate")
         self.reorder = kernel("reorder")
+        # The gated delta rule, with a state per request (gated_delta.cpp).
+        self.gated_delta = kernel("gated_delta")
         # Products of rows with a packed weight: bf16 (products.cpp), 8 bits (int8_products.cpp),
         # 4 bits (int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp), MXFP4 as bf16
         # (mxfp4_products.cpp).

@@ -12,7 +12,9 @@ from typing import Protocol
 import torch
 
 from sgl_pipeline.pp_runner.base.kv_format import FP8
+from sgl_pipeline.pp_runner.base.step_inputs import StateRows
 from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
+from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import GpuProducts
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     GateClamp,
@@ -223,3 +225,16 @@ class FlashInferKernels:
 
     def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
         raise NotImplementedError("`moe.py` refuses models with this gate on GPUs")
+
+    def gated_delta(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: GatedDeltaWeights,
+        states: StateRows,
+        query_indptr: torch.Tensor,
+        pool: LayerStates,
+    ) -> torch.Tensor:
+        raise NotImplementedError("models with states are refused on GPUs")

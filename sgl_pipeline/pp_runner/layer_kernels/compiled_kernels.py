@@ -7,7 +7,9 @@ checked.
 import torch
 
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, head_dim_of
+from sgl_pipeline.pp_runner.base.step_inputs import StateRows
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels, KvFormat
+from sgl_pipeline.pp_runner.layer_kernels.compiled_gated_delta import compiled_gated_delta
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
@@ -15,6 +17,7 @@ from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledInt8Linear,
     CompiledMxfp4Linear,
 )
+from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     GateClamp,
     GatedLinear,
@@ -37,7 +40,7 @@ class CompiledKernels:
 
     Every result is computed in fp32 and rounded once, where torch rounds after each operation; so
     in bf16 it is within half a unit in the last place of the exact one, and torch's is not.
-    A row's result is bitwise the same in any microbatch.
+    A row's result is bitwise the same in any microbatch, and so is a state after it.
     """
 
     def __init__(self, kernels: CpuKernels) -> None:
@@ -144,6 +147,7 @@ class CompiledKernels:
             qkv=qkv,
             query_norm=norms.query if norms else None,
             key_norm=norms.key if norms else None,
+            weight_offset=norms.offset if norms else 0.0,
             epsilon=norms.epsilon if norms else 0.0,
             cosine=cosine,
             sine=sine,
@@ -184,6 +188,38 @@ class CompiledKernels:
         )
         return gated
 
+    def output_gate(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `LayerKernels.output_gate`."""
+        _check(rows.dtype, rows, gate)
+        assert gate.shape == rows.shape
+        gated = torch.empty_like(rows)
+        self._kernels.output_gate(
+            is_bf16=rows.dtype == torch.bfloat16,
+            num_rows=rows.shape[0],
+            size=rows.shape[1],
+            rows=rows,
+            gate=gate,
+            gated=gated,
+            num_threads=torch.get_num_threads(),
+        )
+        return gated
+
+    def gated_delta(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: GatedDeltaWeights,
+        states: StateRows,
+        query_indptr: torch.Tensor,
+        pool: LayerStates,
+    ) -> torch.Tensor:
+        """See `LayerKernels.gated_delta`."""
+        return compiled_gated_delta(
+            self._kernels, qkv, z, b, a, weights, states, query_indptr, pool
+        )
+
     def _rms_norm(
         self,
         rows: torch.Tensor,
@@ -202,6 +238,7 @@ class CompiledKernels:
             rows=rows,
             added=added,
             weight=norm.weight,
+            weight_offset=norm.offset,
             epsilon=norm.epsilon,
             sums=sums,
             normed=normed,

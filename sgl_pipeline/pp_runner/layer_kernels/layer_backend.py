@@ -11,22 +11,28 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
 
 class RmsNorm(NamedTuple):
-    """Root mean square norm (arXiv 1910.07467) over the last dimension, times `weight` [H]."""
+    """Root mean square norm (arXiv 1910.07467) over the last dimension, times `weight` [H] plus
+    `offset`."""
 
     weight: torch.Tensor
     epsilon: float
+    offset: float = 0.0
 
 
 class HeadNorms(NamedTuple):
-    """The norms of every query head and every key head, by their weights [D]."""
+    """The norms of every query head and every key head, by their weights [D], to which `offset` is
+    added."""
 
     query: torch.Tensor
     key: torch.Tensor
     epsilon: float
+    offset: float = 0.0
 
 
 class Rotation(NamedTuple):
@@ -71,7 +77,7 @@ class LayerKernels(Protocol):
     """Products, norms, heads and the gate of a layer. Tensors are in the model's dtype and
     contiguous.
 
-    Only the pages are written to, and the arguments that `add_norm` may overwrite.
+    Only pages and states are written to, and the arguments that `add_norm` may overwrite.
     """
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
@@ -130,3 +136,30 @@ class LayerKernels(Protocol):
 
     def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
         """The same with another gate."""
+
+    def output_gate(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`rows * sigmoid(gate)`, all [T, any]."""
+
+    def gated_delta(
+        self,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        weights: GatedDeltaWeights,
+        states: StateRows,
+        query_indptr: torch.Tensor,
+        pool: LayerStates,
+    ) -> torch.Tensor:
+        """The gated delta rule, from the four projections of a layer's rows to the input of its
+        output projection: [T, Hv * Dv].
+
+        Convolves `qkv` [T, W] over rows, norms queries and keys, then has each row read its chunk's
+        state after it decayed it, by `a` [T, Hv], and wrote to it, by `b` [T, Hv]; norms what was
+        read, and gates it with `z` [T, Hv * Dv]. Shapes: `gated_delta.py`.
+
+        Args:
+            query_indptr: int32 [C + 1], on the host: chunk c has the rows from `query_indptr[c]` to
+                `query_indptr[c + 1]`.
+            pool: the states of the chunks' slots are replaced.
+        """
