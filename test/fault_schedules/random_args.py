@@ -1,5 +1,6 @@
 """The flags and rules of a world: any that a server may have and that a schedule can tell apart."""
 
+from dataclasses import replace
 from random import Random
 
 from sgl_pipeline.args import (
@@ -24,8 +25,7 @@ def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
     num_stages = rng.choice((1, 2, 2, 3, 4))
     own_rng = _own_choice(rng)
     by = own_rng.choice((None, "user"))
-    num_state_slots = own_rng.choice((0, 0, 0, 0, 0, 0, 1, 3, 8)) if may_have_states else 0
-    return PipelineArgs(
+    args = PipelineArgs(
         stages=StageArgs(
             num_stages=num_stages,
             layer_partition=rng.choice(("auto", "even")),
@@ -38,15 +38,14 @@ def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
             max_overtakes=rng.choice((0, 1, 3, 128)),
             max_running_requests=rng.choice((2, 5, 64)),
             max_queued_requests=rng.choice((None, None, 3)),
-            num_state_slots=num_state_slots,
-            radix_cache=rng.random() < 0.8 and not num_state_slots,
+            radix_cache=rng.random() < 0.8,
             accounting=rng.choice(sorted(ACCOUNTINGS)),
             duplicate_prefills=rng.random() < 0.2,
             preemption_threshold=rng.choice((None, 0, 1)),
             waiting_timeout_s=rng.choice((None, None, 2.0)),
             running_timeout_s=rng.choice((None, None, 4.0)),
             extra_steps_in_flight=rng.choice((0, 0, 1, 2)),
-            draft_tokens=rng.choice((0, 0, 1, 4)) * (not num_state_slots),
+            draft_tokens=rng.choice((0, 0, 1, 4)),
             fair_shares_by=by,
             tenant_weights=None if by is None else '{"b": 3}',
         ),
@@ -57,7 +56,7 @@ def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
             min_prefill_tokens=rng.choice((1, max_prefill_tokens)),
         ),
         migration=MigrationArgs(
-            mode=_migration_mode(rng, num_stages, num_state_slots),
+            mode=rng.choice(("off", "manual")) if num_stages > 1 else "off",
             spare_layers=rng.choice((1, 2)),
             timeout_s=rng.choice((0.2, 5.0, 5.0)),
         ),
@@ -70,11 +69,18 @@ def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
         ),
         run_directory="virtual",
     )
+    num_state_slots = own_rng.choice((0, 0, 0, 0, 0, 0, 1, 3, 8))
+    return _with_states(args, num_state_slots) if may_have_states else args
 
 
-def _migration_mode(rng: Random, num_stages: int, num_state_slots: int) -> str:
-    mode = rng.choice(("off", "manual")) if num_stages > 1 else "off"
-    return "off" if num_state_slots else mode
+def _with_states(args: PipelineArgs, num_state_slots: int) -> PipelineArgs:
+    """`args` of a model with states; as they are for 0 slots, and where layers move."""
+    if num_state_slots == 0 or args.migration.mode != "off":
+        return args
+    scheduling = replace(
+        args.scheduling, num_state_slots=num_state_slots, radix_cache=False, draft_tokens=0
+    )
+    return replace(args, scheduling=scheduling)
 
 
 def _own_choice(rng: Random) -> Random:

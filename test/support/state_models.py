@@ -1,5 +1,4 @@
-"""A tiny Qwen3.5 of random weights with the byte tokenizer, for servers: three layers of four keep a
-state."""
+"""Writes a tiny Qwen3.5 of random weights for servers: three layers of four keep a state."""
 
 from pathlib import Path
 
