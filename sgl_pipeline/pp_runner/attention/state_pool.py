@@ -57,6 +57,18 @@ class StatePool:
             raise ProtocolError(f"a step names the state slots {slots}, of {self.num_slots}")
 
 
+def state_pool_of(
+    layers: Iterable[int],
+    shapes: Sequence[StateShape | None],
+    num_slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> "StatePool | None":
+    """The pool of a model with these `shapes`; None for one without states."""
+    has_states = any(shape is not None for shape in shapes)
+    return StatePool(layers, shapes, num_slots, dtype, device) if has_states else None
+
+
 class StepStates(NamedTuple):
     """The states that a step reads and replaces: `rows` says in which slots of `pool`, and
     `query_indptr` [C + 1] (int32, host) which rows of the step each chunk has."""

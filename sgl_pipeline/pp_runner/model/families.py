@@ -148,19 +148,14 @@ _EXPERT_FIELDS = frozenset(
     " router_aux_loss_coef router_jitter_noise output_router_logits".split()
 )
 
-_QWEN3_NEXT = Family(
+_QWEN3_5 = Family(
     qk_norm=True,
     partial_rope=True,
-    experts=True,
     norm_offset=1.0,
     output_gate=True,
     spellings=_ALL_ATTENTION_BIASES,
-    own_fields=_EXPERT_FIELDS
-    | {
-        "shared_expert_intermediate_size",
-        "full_attention_interval",
-        "mtp_use_dedicated_embeddings",  # of heads that are not read
-    },
+    # The second is one of MTP heads, which are not read.
+    own_fields=frozenset({"full_attention_interval", "mtp_use_dedicated_embeddings"}),
     required={"attn_output_gate": True},
     defaults={
         "attn_output_gate": True,
@@ -172,31 +167,38 @@ _QWEN3_NEXT = Family(
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
+    },
+    names=TensorNames(state=StateNames()),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    experts=True,
+    # No layer is dense.
+    spellings={**_ALL_ATTENTION_BIASES, "intermediate_size": "moe_intermediate_size"},
+    own_fields=_QWEN3_5.own_fields | _EXPERT_FIELDS | {"shared_expert_intermediate_size"},
+    required={**_QWEN3_5.required, "norm_topk_prob": True},
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
-    names=TensorNames(
-        state=StateNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba"),
+    names=replace(
+        _QWEN3_5.names,
         expert_stacks=MlpNames(("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
     ),
 )
-_QWEN3_5_MOE = replace(
-    _QWEN3_NEXT,
-    # No layer is dense.
-    spellings={**_QWEN3_NEXT.spellings, "intermediate_size": "moe_intermediate_size"},
-    required={**_QWEN3_NEXT.required, "norm_topk_prob": True},
-    defaults={**_QWEN3_NEXT.defaults, "num_experts": 256, "num_experts_per_tok": 8},
-    names=replace(_QWEN3_NEXT.names, state=StateNames()),
-)
-_QWEN3_5 = replace(
+_QWEN3_NEXT = replace(
     _QWEN3_5_MOE,
-    experts=False,
     spellings=_ALL_ATTENTION_BIASES,
-    own_fields=frozenset({"full_attention_interval", "mtp_use_dedicated_embeddings"}),
-    required=_QWEN3_NEXT.required,
+    required=_QWEN3_5.required,
+    defaults={**_QWEN3_5_MOE.defaults, "num_experts": 512, "num_experts_per_tok": 10},
+    names=replace(
+        _QWEN3_5_MOE.names,
+        state=StateNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba"),
+    ),
 )
 
 

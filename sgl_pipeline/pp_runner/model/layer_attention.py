@@ -11,6 +11,7 @@ from sgl_pipeline.pp_runner.model.families import Family, WindowRule
 
 # transformers' configuration classes of Qwen2, Qwen2-MoE and Qwen3.
 _MAX_WINDOW_LAYERS = 28
+_CONV_WIDTHS = (2, 3, 4)  # that kernels are compiled for
 _FULL, _WINDOWED, _STATE = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -62,11 +63,15 @@ def state_shape(fields: ConfigFields, family: Family) -> StateShape | None:
         value_dim=fields.positive("linear_value_head_dim"),
         conv_width=fields.positive("linear_conv_kernel_dim"),
     )
-    if shape.num_value_heads % shape.num_key_heads or shape.conv_width < 2:
+    if shape.num_value_heads % shape.num_key_heads:
         raise ConfigurationError(
             f"config.json: linear_num_value_heads {shape.num_value_heads} must be a multiple of "
-            f"linear_num_key_heads {shape.num_key_heads}, and linear_conv_kernel_dim "
-            f"{shape.conv_width} at least 2"
+            f"linear_num_key_heads {shape.num_key_heads}"
+        )
+    if shape.conv_width not in _CONV_WIDTHS:
+        raise UnsupportedModelError(
+            f"config.json: linear_conv_kernel_dim {shape.conv_width}; known are "
+            f"{', '.join(map(str, _CONV_WIDTHS))}"
         )
     return shape
 

@@ -13,7 +13,7 @@ from sgl_pipeline.pp_runner.weights.kv_scales import KvScales, read_kv_scales
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix, join, part_of, scale_rows
 from sgl_pipeline.pp_runner.weights.schemes import Quantization
-from sgl_pipeline.pp_runner.weights.stacked_matrices import read_stacked_matrices
+from sgl_pipeline.pp_runner.weights.stacked_matrices import read_plain_stack, read_stacked_matrices
 
 
 class LayerTensors:
@@ -59,6 +59,10 @@ class LayerTensors:
             ]
         )
 
+    def has_stack(self, name: str) -> bool:
+        """True if a file holds the matrices of all experts as one tensor `name`."""
+        return self._weights.has(f"{self._prefix}{name}")
+
     def stacked_matrices(
         self, name: str, shape: tuple[int, int, int]
     ) -> Iterator[tuple[Matrix, torch.Tensor]]:
@@ -67,6 +71,13 @@ class LayerTensors:
         biases = self._weights.read(f"{module}_bias", shape[:2])
         matrices = read_stacked_matrices(self._weights, self._quantization, module, shape)
         return zip(matrices, biases, strict=True)
+
+    def plain_stack(self, name: str, shape: tuple[int, int, int], like: str) -> Iterator[Matrix]:
+        """The matrix [O, I] of each expert of the stack `name` with `shape` (E, O, I), which has 16
+        bits in the file and is rounded as the matrix `like`."""
+        quantization = self._quantization
+        scheme = None if quantization is None else quantization.scheme_of(f"{self._prefix}{like}")
+        return read_plain_stack(self._weights, scheme, f"{self._prefix}{name}", shape)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The tensor `name` [size], which is no weight and no bias of a module."""

@@ -97,6 +97,11 @@ class ModelSpec(ABC):
         return None if self.attentions[layer].has_heads else self.state
 
     @property
+    def states(self) -> tuple[StateShape | None, ...]:
+        """`state_of` each layer."""
+        return tuple(map(self.state_of, range(self.num_layers)))
+
+    @property
     def has_states(self) -> bool:
         """True if some layers keep a state."""
         return self.state is not None

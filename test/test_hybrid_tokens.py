@@ -1,0 +1,136 @@
+"""Tokens of models whose layers keep states are transformers', at any depth and in any chunks."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.greedy_oracle import count_ties, reference_model
+from support.hybrid_stages import HandledRequest, HybridStages
+from support.tiny_models import HYBRID_MODELS, VOCAB_SIZE, tiny_model
+
+from sgl_pipeline.errors import ProtocolError
+
+SPLITS = [(6,), (4, 2), (1, 3, 2)]
+WHOLE = 1000
+KERNELS = {
+    "torch": {"attention_backend": "torch", "layer_kernels": "torch"},
+    "compiled": {"attention_backend": "cpu", "layer_kernels": "cpu"},
+}
+with_and_without_kernels = pytest.mark.parametrize(
+    "kernels", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
+)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def assert_greedy(path: Path, request: HandledRequest) -> None:
+    ties = count_ties(path, request.prompt_ids, request.output_ids)
+    print(f"{len(request.output_ids)} greedy tokens, {ties} ties below 1e-4 went the other way")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer_counts", "kernels"),
+    [
+        *(("qwen3.5", counts, kernels) for counts in SPLITS for kernels in KERNELS),
+        *(("qwen3.5-moe-multimodal", counts, "compiled") for counts in SPLITS),
+        *((name, (1, 3, 2), "torch") for name in HYBRID_MODELS),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_chunks_of_any_length(name: str, layer_counts: tuple[int, ...], kernels: str) -> None:
+    path = tiny_model(name)
+    stages = HybridStages(path, layer_counts, **KERNELS[kernels])
+    outputs = []
+    for slot, chunk in enumerate((1, 7, 64, WHOLE)):
+        request = stages.open(prompt(5, 90), slot)
+        stages.finish(request, chunk, 12)
+        assert_greedy(path, request)
+        outputs.append(request.output_ids)
+    assert all(one == outputs[0] for one in outputs)
+    assert len({*outputs[0]}) > 4, "the model repeats itself"
+
+
+@with_and_without_kernels
+def test_several_requests_in_a_step_and_a_slot_that_another_had(kernels: str) -> None:
+    path = tiny_model("qwen3.5")
+    stages = HybridStages(path, (2, 4), **KERNELS[kernels])
+    first, second, third = (stages.open(prompt(slot, 40), slot) for slot in range(3))
+    stages.step((first, 40), (second, 5))
+    stages.step((first, 1), (second, 35), (third, 17))
+    stages.step((second, 1), (first, 1), (third, 23))
+    stages.step((third, 1), (second, 1), (first, 1))
+    again = stages.open(prompt(7, 30), first.state_slot)
+    stages.step((third, 1), (second, 1), (again, 30), closes=(first.handle,))
+    stages.step((third, 1), (again, 1))
+    for request in (first, second, third, again):
+        assert len(request.output_ids) >= 2
+        assert_greedy(path, request)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("quantization", [None, "w8a8_int8", "fp8"])
+def test_bfloat16_has_the_same_tokens_in_any_chunks_and_splits(quantization: str | None) -> None:
+    settings = {**KERNELS["compiled"], "dtype": "bfloat16", "quantization": quantization}
+    outputs = []
+    for layer_counts, chunk in (((6,), 1), ((1, 3, 2), 7), ((6,), WHOLE)):
+        stages = HybridStages(tiny_model("qwen3.5"), layer_counts, **settings)
+        request = stages.open(prompt(5, 60), 2)
+        stages.finish(request, chunk, 10)
+        outputs.append(request.output_ids)
+        if quantization is None:
+            assert all(runner._layers.is_recorded for runner in stages.runners)
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_step_without_its_state_slots_is_refused() -> None:
+    stages = HybridStages(tiny_model("qwen3.5"), (6,), num_state_slots=2)
+    with pytest.raises(ProtocolError, match="the chunks of a step have the state slots"):
+        stages.step((stages.open([1], 1), 1), (stages.open([1], 1), 1))
+    with pytest.raises(ProtocolError, match=r"names the state slots \[2\], of 2"):
+        stages.step((stages.open([1], 2), 1))
+    nowhere = stages.open([1], 0)
+    nowhere.state_slot = None
+    with pytest.raises(ProtocolError, match="names no state slots"):
+        stages.step((nowhere, 1))
+
+
+def test_layers_with_states_neither_come_nor_go() -> None:
+    runner = HybridStages(tiny_model("qwen3.5"), (1, 3, 2)).runners[1]
+    with pytest.raises(ProtocolError, match="layer 1 keeps states, which do not move"):
+        runner.held_layers.drop(1)
+    with pytest.raises(ProtocolError, match="layer 4 keeps states, which do not move"):
+        runner.held_layers.hold(4)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_logits_after_4000_tokens() -> None:
+    """Of the last rows, whose states have forgotten and kept what came before."""
+    path = tiny_model("qwen3.5")
+    rows: list[torch.Tensor] = []
+    stages = HybridStages(path, (6,), pages_each=256, num_state_slots=1, **KERNELS["compiled"])
+    model = stages.runners[0].held_layers.model
+    head = model.logits
+    stages.runners[0]._tail._logits = lambda hidden: rows.append(head(hidden)) or rows[-1]
+    request = stages.open(prompt(9, 4000), 0)
+    while request.num_left > 1:
+        stages.step((request, min(512, request.num_left - 1)))
+    stages.step((request, 1))
+    with torch.inference_mode():
+        expected = reference_model(path)(torch.tensor([request.prompt_ids])).logits[0, -1]
+    (found,) = rows[-1]
+    print(f"largest difference {(found - expected).abs().max().item():.1e}")
+    assert (found - expected).abs().max() < 1e-3
+
+
+def test_rehearsed_steps_use_few_slots() -> None:
+    stages = HybridStages(tiny_model("qwen3.5"), (6,), num_state_slots=1)
+    stages.runners[0].rehearse()
+    request = stages.open(prompt(3, 20), 0)
+    stages.finish(request, WHOLE, 6)
+    assert_greedy(tiny_model("qwen3.5"), request)
