@@ -1,15 +1,22 @@
-"""The number of state slots: asked for, or as many as memory has room for."""
+"""The number of state slots, and the flags that a model with states refuses."""
 
 import argparse
 import logging
 
 import pytest
+from support.state_models import write_state_model
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line import state_slots
+from sgl_pipeline.managers.command_line.server_args import parse_command_line
 from sgl_pipeline.managers.command_line.state_slots import settle_state_slots
 
 MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_state_model(tmp_path_factory.mktemp("states")))
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +85,47 @@ def test_a_model_without_states_keeps_its_radix_cache() -> None:
     options = options_of()
     assert settle_state_slots(options, 0, 256, 0) == 0
     assert not options.disable_radix_cache
+
+
+def test_a_server_of_such_a_model_has_slots_and_no_radix_cache(model: str) -> None:
+    flags = ["--model-path", model, "--device", "cpu", "--max-running-requests", "6"]
+    plan = parse_command_line(flags)
+    scheduling = plan.pipeline.scheduling
+    assert (scheduling.num_state_slots, scheduling.radix_cache) == (6, False)
+    assert plan.upstream.disable_radix_cache and plan.pipeline.log_mib == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-mamba-cache-size", "0"], "--max-mamba-cache-size 0"),
+        (["--mamba-full-memory-ratio", "0"], "--mamba-full-memory-ratio 0.0"),
+        (["--mamba-ssm-dtype", "bfloat16"], "--mamba-ssm-dtype bfloat16 cannot be honored"),
+        (["--linear-attn-backend", "flashinfer"], "--linear-attn-backend flashinfer"),
+        (["--migration", "manual"], "--migration manual is not built for models with states"),
+        (["--recovery-log-mib", "8"], "--recovery-log-mib 8 is not built for models with states"),
+        (
+            ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"],
+            "--enable-hierarchical-cache is not built for models with states",
+        ),
+        (
+            ["--disaggregation-mode", "decode"],
+            "--disaggregation-mode decode is not built for models with states",
+        ),
+        (
+            ["--disaggregation-mode", "decode", "--enable-attention-offload"],
+            "--enable-attention-offload is not built for models with states",
+        ),
+        (
+            ["--speculative-algorithm", "NGRAM"],
+            "--speculative-algorithm NGRAM is not built for models with states",
+        ),
+        (["--enable-lora"], "--enable-lora"),
+    ],
+)
+def test_what_a_model_with_states_cannot_do_is_one_line(
+    model: str, flags: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        parse_command_line(["--model-path", model, "--device", "cpu", "--pp", "2", *flags])
+    assert words in str(refused.value) and "\n" not in str(refused.value)
