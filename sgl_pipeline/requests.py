@@ -256,6 +256,8 @@ class Request:
     drafts: DraftCounts = field(default_factory=DraftCounts)
     # KV pages in token order; the leading ones may be shared through the radix cache.
     pages: list[int] = field(default_factory=list)
+    # Its place in the pools of states, while it has pages; None in models without states.
+    state_slot: int | None = None
     # What has come back of the log-probabilities: runs of rows without a gap between them.
     logprob_runs: list[LogprobRows] = field(default_factory=list)
     num_logprob_rows: int = 0

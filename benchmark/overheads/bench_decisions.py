@@ -40,7 +40,9 @@ SCENARIOS = (
     Scenario(name="fair shares, two tenants", num_tenants=2),
     Scenario(name="fair shares, 1,000 tenants", num_tenants=1000),
     *(
-        Scenario(name=f"throttle-time, {waiting:,} waiting", waiting=waiting, policy="throttle-time")
+        Scenario(
+            name=f"throttle-time, {waiting:,} waiting", waiting=waiting, policy="throttle-time"
+        )
         for waiting in (1000, 10_000)
     ),
     *(

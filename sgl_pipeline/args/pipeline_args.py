@@ -11,6 +11,7 @@ from sgl_pipeline.args.migration_args import MigrationArgs
 from sgl_pipeline.args.recovery_args import DEFAULT_LOG_MIB, RecoveryArgs
 from sgl_pipeline.args.scheduling_args import SchedulingArgs
 from sgl_pipeline.args.stage_args import StageArgs
+from sgl_pipeline.args.state_refusals import refuse_with_states
 from sgl_pipeline.args.throttle_args import ThrottleArgs
 from sgl_pipeline.args.tier_args import TierArgs
 from sgl_pipeline.throttle import POLICY_TABLE
@@ -65,12 +66,17 @@ class PipelineArgs:
     def log_mib(self) -> int:
         """Memory of each boundary log; 0: there are none."""
         recovery = self.recovery
-        if recovery.mode == "off" or self.stages.device != "cpu":
+        has_states = self.scheduling.num_state_slots > 0
+        if recovery.mode == "off" or self.stages.device != "cpu" or has_states:
             return 0
         return DEFAULT_LOG_MIB if recovery.log_mib is None else recovery.log_mib
 
     def __post_init__(self) -> None:
         check_flags(self)
+        if self.scheduling.num_state_slots:
+            refuse_with_states(
+                self.stages.device, self.migration, self.recovery, self.tiers, self.disaggregation
+            )
         require(
             self.stages.device == "cpu" or not self.recovery.log_mib,
             f"--recovery-log-mib {self.recovery.log_mib} needs --device cpu, this is "

@@ -39,6 +39,8 @@ class SchedulingArgs:
         check=require_not_negative,
     )
     max_running_requests: int = upstream_flag(256, "--max-running-requests", check=at_least(1))
+    # Places for the states of running requests; 0: the model has no layers with a state.
+    num_state_slots: int = upstream_flag(0, "--max-mamba-cache-size", check=require_not_negative)
     max_queued_requests: int | None = upstream_flag(
         None, "--max-queued-requests", check=require_not_negative
     )
@@ -109,8 +111,23 @@ class SchedulingArgs:
         """
         return {} if self.tenant_weights is None else read_tenant_weights(self.tenant_weights)
 
+    @property
+    def most_running_requests(self) -> int:
+        """Most requests that run at once: each may need a state slot."""
+        return min(self.max_running_requests, self.num_state_slots or self.max_running_requests)
+
     def __post_init__(self) -> None:
         check_flags(self)
+        require(
+            not self.num_state_slots or not self.radix_cache,
+            f"--max-mamba-cache-size {self.num_state_slots}: the radix cache keeps pages and no "
+            "states; give --disable-radix-cache",
+        )
+        require(
+            not self.num_state_slots or not self.draft_tokens,
+            "--speculative-algorithm NGRAM is not built for models with states: a draft that is "
+            "wrong could not be taken out of a state; leave it out",
+        )
         require(
             self.fair_shares_by is not None or self.tenant_weights is None,
             "--tenant-weights has no effect without --fair-shares-by, which tells tenants apart; "

@@ -62,13 +62,16 @@ class PartSample(msgspec.Struct, frozen=True, array_like=True):
 
 class PartSizes(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a model's parts: the weights of each layer, of the embedding and of the head with
-    its norm, and the KV of one page in one layer of a page of `page_size` tokens."""
+    its norm, and the KV of one page in one layer of a page of `page_size` tokens. A layer of
+    `state_layers` has no pages, but `state_bytes`: the states of all slots."""
 
     layers_bytes: tuple[int, ...]
     embedding_bytes: int
     head_bytes: int
     page_layer_bytes: int
     page_size: int
+    state_layers: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     def weight_bytes(self, start: int, end: int) -> int:
         """Bytes of a stage with layers [start, end), and with the model's ends if it has them."""
@@ -80,11 +83,11 @@ class PartSizes(msgspec.Struct, frozen=True, array_like=True):
         return total
 
     def num_pages(self, start: int, end: int, memory_bytes: int) -> int:
-        """Number of pages that fit beside the stage's weights; negative where the weights do not
-        fit."""
-        return (memory_bytes - self.weight_bytes(start, end)) // (
-            max(1, end - start) * self.page_layer_bytes
-        )
+        """Number of pages that fit beside the stage's weights and states; negative where these do
+        not fit."""
+        num_states = sum(start <= layer < end for layer in self.state_layers)
+        room_bytes = memory_bytes - self.weight_bytes(start, end) - num_states * self.state_bytes
+        return room_bytes // (max(1, end - start - num_states) * self.page_layer_bytes)
 
 
 class PartCosts(msgspec.Struct, frozen=True, array_like=True):

@@ -201,7 +201,11 @@ def _assignment(
     return StageAssignment(
         stage=stage,
         plan=plan,
-        args=replace(stages, model_path=hello.model_path or stages.model_path),
+        args=replace(
+            stages,
+            model_path=hello.model_path or stages.model_path,
+            num_state_slots=args.scheduling.num_state_slots,
+        ),
         page_size=args.scheduling.page_size,
         links=links,
         cpu_threads=num_threads(cores, stages.cpu_threads),

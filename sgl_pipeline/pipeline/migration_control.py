@@ -22,6 +22,8 @@ from sgl_pipeline.wire.move_orders import (
     layer_moves,
 )
 
+WHY_OFF = "start it with --migration manual or auto"
+
 
 class MigrationControl:
     """The moves of one pipeline.
@@ -42,6 +44,7 @@ class MigrationControl:
         self.coordinator = coordinator
         self.planner = planner
         self.is_held = False
+        self._why_off = WHY_OFF
         self.events: list[Event] = []
         self._proposed: tuple[int, ...] | None = None  # for the plan in use
 
@@ -54,9 +57,11 @@ class MigrationControl:
         return cls(args.mode, coordinator, planner)
 
     @classmethod
-    def off(cls, plan: StagePlan) -> "MigrationControl":
-        """The control of a pipeline whose layers never move."""
-        return cls.of(MigrationArgs(mode="off"), plan)
+    def off(cls, plan: StagePlan, why: str = WHY_OFF) -> "MigrationControl":
+        """The control of a pipeline whose layers never move; `why` ends the refusal of a move."""
+        control = cls.of(MigrationArgs(mode="off"), plan)
+        control._why_off = why
+        return control
 
     @property
     def history(self) -> tuple[MoveRecord, ...]:
@@ -192,9 +197,7 @@ class MigrationControl:
 
     def _require_on(self) -> None:
         if self.mode == "off":
-            raise MoveRefused(
-                "layers do not move on this server; start it with --migration manual or auto"
-            )
+            raise MoveRefused(f"layers do not move on this server; {self._why_off}")
 
     def _require_free(self) -> None:
         if self.is_held:

@@ -366,4 +366,6 @@ class PipelineCore:
             tier=tier,
             rooms=rooms,
             tenants=() if scheduler.shares is None else scheduler.shares.states(),
+            state_slots=scheduler.state_slots.num_slots,
+            free_state_slots=scheduler.state_slots.num_free,
         )

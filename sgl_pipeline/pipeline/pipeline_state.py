@@ -134,7 +134,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     was started with `configured_stages`.
 
     `load` counts exactly, `naive_load` whole prompts and free pages without the cached ones. Of the
-    free pages of `load`, `unused_pages` hold nothing, the others cached prefixes.
+    free pages of `load`, `unused_pages` hold nothing, the others cached prefixes. Of `state_slots`
+    (0: the model has no states) `free_state_slots` have no owner.
     `waiting_requests` are in the queue, `compiling_requests` wait for their grammar before it.
     `queued_tokens` are all prompt tokens of the queue, cached or not, `decoding_tokens` all tokens
     of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
@@ -176,6 +177,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     tier: TierState | None = None
     rooms: RoomsState | None = None
     tenants: tuple[TenantState, ...] = ()
+    state_slots: int = 0
+    free_state_slots: int = 0
 
     @property
     def current_move(self) -> MoveRecord | None:
@@ -207,6 +210,11 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     def has_work(self) -> bool:
         """True if any request waits, runs or has a step in flight."""
         return bool(self.waiting_requests or self.running_requests or self.load.steps_in_flight)
+
+    @property
+    def state_usage(self) -> float:
+        """Share of the state slots that have an owner; 0.0 in a model without states."""
+        return (self.state_slots - self.free_state_slots) / max(1, self.state_slots)
 
     @property
     def cache_hit_rate(self) -> float:

@@ -154,7 +154,12 @@ class StageHandovers:
             self._num_handovers += 1
             self._open = Handover(number, stage, worker, successor)
             address = f"{self._roster.page_link(stage)}/handover-{number}"
-            pages = array(INT32, self._core.scheduler.pages_in_use()).tobytes()
             yield successor, TakePagesOver(number, address)
-            yield worker, HandPagesOver(number, address, pages)
+            yield worker, HandPagesOver(number, address, array(INT32, self._pages()).tobytes())
             return
+
+    def _pages(self) -> list[int]:
+        """The pages to copy before the steps end. Without the states, which do not go with them,
+        they are of no use: all requests begin anew (`LostPages.hand_over`)."""
+        scheduler = self._core.scheduler
+        return [] if scheduler.state_slots.num_slots else scheduler.pages_in_use()

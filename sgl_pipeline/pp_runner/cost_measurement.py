@@ -102,9 +102,17 @@ def _measure(
             head_bytes=model.head_bytes,
             page_layer_bytes=largest_page_bytes(shapes),
             page_size=assignment.page_size,
+            state_layers=tuple(layer for layer in range(spec.num_layers) if spec.state_of(layer)),
+            state_bytes=_state_bytes(assignment, spec),
         ),
         memory_bytes=usable_memory_bytes(assignment, device),
     )
+
+
+def _state_bytes(assignment: StageAssignment, spec: ModelSpec) -> int:
+    """Bytes of the states of all slots in one layer."""
+    slot_bytes = 0 if spec.state is None else spec.state.bytes_per_slot(assignment.args.dtype)
+    return assignment.args.num_state_slots * slot_bytes
 
 
 class _MadeUpModel:

@@ -26,6 +26,7 @@ Rule = Literal[
     "order",
     "share",
     "running-limit",
+    "state-slots",
     "pages",
     "held-pages",
     "budget",
@@ -39,12 +40,12 @@ class Explanation:
 
     `rule` is what holds it: its step is in the pipeline (`in-flight`), the scheduler is paused
     (`pause`), its prefix is looked up in the store or loaded from there, or computed by another
-    server and loaded from that one (`loading`), another
-    request prefills its prefix (`shared-prefix`), others come first (`order`), others come first
-    and one of them is of a tenant that has had less (`share`), the maximum number of requests runs
-    (`running-limit`), its prefill does not fit (`pages`), other servers have to read what was
-    computed for them (`held-pages`), the prefill budget is used up (`budget`), other decodes have
-    been ready for longer (`turn`).
+    server and loaded from that one (`loading`), another request prefills its prefix
+    (`shared-prefix`), others come first (`order`), others come first and one of them is of a tenant
+    that has had less (`share`), the maximum number of requests runs (`running-limit`), requests own
+    all state slots (`state-slots`), its prefill does not fit (`pages`), other servers have to read
+    what was computed for them (`held-pages`), the prefill budget is used up (`budget`), other
+    decodes have been ready for longer (`turn`).
 
     `behind` is the request that it waits for: the next before it in the queue, or the one that
     prefills its prefix. `num_ahead` counts the requests before it in the queue. `text` is the
@@ -111,7 +112,7 @@ class RequestExplainer:
             self._pages,
             load,
             policy,
-            self._args.max_running_requests,
+            self._args.most_running_requests,
         )
 
     def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
@@ -181,6 +182,14 @@ class RequestExplainer:
             text = f"{num_running} requests run, the limit is --max-running-requests"
             text += self._behind_share(request)
             return _explanation(request, "running-limit", text)
+        slots = self._pages.state_slots
+        if budget.prefill_tokens > 0 and slots.are_taken:
+            text = (
+                f"all {slots.num_slots} state slots (--max-mamba-cache-size) are taken, and each "
+                "running request of this model needs one"
+            )
+            text += self._behind_share(request)
+            return _explanation(request, "state-slots", text)
         held = self._tier.held
         if budget.prefill_tokens > 0 and held.is_full:
             text = (

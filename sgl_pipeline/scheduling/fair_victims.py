@@ -96,6 +96,7 @@ class FairVictims:
         num_pages = self._pages.missing_pages(head, self._waiting.path_of(head))
         missing_pages = num_pages + self._running.num_growing - self._pages.num_available
         missing_places = len(self._running) + 1 - self._max_running_requests
+        missing_places = max(missing_places, int(self._pages.state_slots.are_taken))
         rank = self._tenants.get(head.tenant).rank
         givers = [
             one

@@ -20,7 +20,8 @@ class LostPages:
     """Clocks are the caller's, in seconds: requests that return to the queue wait from that moment.
 
     Args:
-        log: None: nothing is ever owed.
+        log: None: nothing is ever owed. There is none in models with states, which steps that are
+            taken back may have changed.
     """
 
     def __init__(
@@ -31,6 +32,9 @@ class LostPages:
         ages: RequestAges,
         log: RecoveryLog | None,
     ) -> None:
+        assert log is None or not pages.state_slots.num_slots, (
+            "states cannot be computed again alone"
+        )
         self.log = log
         self._running = running
         self._preemption = preemption
@@ -82,8 +86,11 @@ class LostPages:
 
     def hand_over(self, stage: int, now_s: float) -> None:
         """Another worker fills `stage`, and has its keys and values, but not the rows that it has
-        kept: owed pages that cannot be recomputed without these rows are forgotten."""
-        if self.log is not None:
+        kept: owed pages that cannot be recomputed without these rows are forgotten. It has no
+        states, without which keys and values are of no use."""
+        if self._pages.state_slots.num_slots:
+            self.lose_all(now_s)
+        elif self.log is not None:
             self.log.lose_rows(stage, self._pages.pages_in_use())
             self._forget(self.log.unreachable(), now_s)
 

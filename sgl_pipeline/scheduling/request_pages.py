@@ -1,4 +1,5 @@
-"""The KV pages that each running request holds, and their way to and from the radix cache.
+"""The KV pages and the state slot that each running request holds, and the way of pages to and from
+the radix cache.
 
 A page that was given to a request stays the same until the request is released, because orders to
 the stages contain new pages only: where the cache already has an equal page, the request keeps its
@@ -14,6 +15,7 @@ from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_storage import RadixStorage
 from sgl_pipeline.scheduling.radix_tree import RadixNode
+from sgl_pipeline.scheduling.state_slots import StateSlots
 
 
 @dataclass(slots=True)
@@ -29,9 +31,13 @@ class _Holding:
 
 
 class RequestPages:
-    """The pool, the cache, and the pages that running requests hold. Counts are in pages."""
+    """The pool, the cache, and what running requests hold of the pool and of `state_slots`. Counts
+    are in pages."""
 
-    def __init__(self, pool: PagePool, storage: RadixStorage, demand: RadixDemand) -> None:
+    def __init__(
+        self, pool: PagePool, storage: RadixStorage, demand: RadixDemand, state_slots: StateSlots
+    ) -> None:
+        self.state_slots = state_slots
         self._pool = pool
         self._storage = storage
         self._demand = demand
@@ -96,7 +102,8 @@ class RequestPages:
         return None
 
     def try_open(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
-        """Gives a waiting request its cached prefix, if its whole prefill fits beside that.
+        """Gives a waiting request its cached prefix and its state slot, if one is free and its
+        whole prefill fits beside that prefix.
 
         Args:
             path: the prefix that the request wanted from the cache; claimed for it when it is
@@ -109,6 +116,7 @@ class RequestPages:
             self._storage.unlock(match)
             return False
         self._demand.claim(path)
+        self.state_slots.give(request)
         self._holdings[request] = _Holding(match, match.end // self._page_size, path)
         request.pages = self._storage.pages_of(match)
         request.num_scheduled = request.num_computed = max(match.end, request.leased_tokens)
@@ -116,6 +124,8 @@ class RequestPages:
 
     def _fits_beside(self, match: RadixNode, request: Request, num_reserved: int) -> bool:
         """`match`, the request's cached prefix, is locked: its pages are not available."""
+        if self.state_slots.are_taken:
+            return False
         num_missing = self.pages_of(request, request.prefill_end) - match.end // self._page_size
         return num_missing <= self.num_available - num_reserved
 
@@ -168,8 +178,8 @@ class RequestPages:
             holding.claimed_path = None
 
     def release(self, request: Request) -> RadixNode:
-        """Takes all its pages back; the request has no step in flight. Returns the end of what is
-        cached of it, which may be evicted."""
+        """Takes all its pages and its state slot back; the request has no step in flight. Returns
+        the end of what is cached of it, which may be evicted."""
         assert request.steps_in_flight == 0
         self.end_prefill(request)
         holding = self._holdings.pop(request)
@@ -184,6 +194,7 @@ class RequestPages:
         self._pool.free(insertion.declined)
         self._pool.free(request.pages[num_full:])
         request.pages = []
+        self.state_slots.take_back(request)
         self._released.append(request)
         return insertion.node
 
@@ -251,8 +262,9 @@ class RequestPages:
         self._pool.free(self._storage.drop(lost))
 
     def check_conservation(self) -> None:
-        """Asserts that every page is free, cached, or held by exactly one request, and that no
-        page can be matched before every stage has computed it."""
+        """Asserts that every page is free, cached, or held by exactly one request, as every state
+        slot is, and that no page can be matched before every stage has computed it."""
+        self.state_slots.check_owners(self._holdings)
         held: list[int] = []
         for request, holding in self._holdings.items():
             held += request.pages[holding.num_cached :]

@@ -32,6 +32,7 @@ from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.state_slots import StateSlots
 from sgl_pipeline.scheduling.step_results import StepResults
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
@@ -59,6 +60,7 @@ class SchedulerParts:
     offloaded: OffloadedRequests
     shares: FairShares | None
     drafts: Drafts
+    state_slots: StateSlots
 
 
 def build_parts(
@@ -83,7 +85,8 @@ def build_parts(
     tree = RadixTree(args.page_size, enabled=args.radix_cache)
     demand = RadixDemand(tree)
     storage = RadixStorage(tree, demand)
-    pages = RequestPages(PagePool(num_pages), storage, demand)
+    state_slots = StateSlots(args.num_state_slots)
+    pages = RequestPages(PagePool(num_pages), storage, demand, state_slots)
     own_order = order_maker(args, tree, demand)
     shares = FairShares.of(args, own_order)
     order = own_order() if shares is None else shares.order
@@ -124,4 +127,5 @@ def build_parts(
         offloaded=offloaded,
         shares=shares,
         drafts=drafts,
+        state_slots=state_slots,
     )

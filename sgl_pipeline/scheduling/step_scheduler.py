@@ -42,7 +42,8 @@ class StepScheduler:
     or evicted. Attribute `epoch` is the version of the StagePlan that new steps run under, and
     `step_times` predicts their times once these are known. `pausing` keeps steps from starting.
     `lost_pages` handles lost stages, when no step is in flight. `tier` keeps pages in a store, and
-    for other servers. `drafts` guesses tokens. `shares` is None where there is one tenant.
+    for other servers. `drafts` guesses tokens. `state_slots` bound admission in models with
+    states. `shares` is None where there is one tenant.
 
     Args:
         log: the pages that replaced stages can recompute by themselves; None: all lost tokens are
@@ -82,6 +83,7 @@ class StepScheduler:
         self.pausing, self.lost_pages = parts.pausing, parts.lost_pages
         self.tier, self.offloaded = parts.tier, parts.offloaded
         self.shares, self.drafts = parts.shares, parts.drafts
+        self.state_slots = parts.state_slots
 
     def use_policy(self, policy: Policy, accounting: str) -> None:
         """Decides the next steps by `policy`, which sees what `accounting` counts."""

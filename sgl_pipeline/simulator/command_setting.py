@@ -97,6 +97,13 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         help="with --schedule-policy lpm or dfs-weight, as the server's flag",
     )
     parser.add_argument("--max-running-requests", type=int, default=1024)
+    parser.add_argument(
+        "--max-mamba-cache-size",
+        type=int,
+        default=SchedulingArgs().num_state_slots,
+        help="state slots, of which each running request owns one, as the server's flag; 0: the "
+        "model has no states",
+    )
     parser.add_argument("--disable-radix-cache", action="store_true")
     defaults = MigrationArgs()
     parser.add_argument(
@@ -199,6 +206,7 @@ def scheduling_of(options: argparse.Namespace) -> SchedulingArgs:
         schedule_policy=options.schedule_policy,
         max_overtakes=options.max_overtakes,
         max_running_requests=options.max_running_requests,
+        num_state_slots=options.max_mamba_cache_size,
         radix_cache=not options.disable_radix_cache,
         extra_steps_in_flight=options.extra_steps_in_flight,
         draft_tokens=simulated_draft_tokens(options),

@@ -174,7 +174,10 @@ def _open_of(request: Request, handle: int) -> RequestOpen:
     logprobs = request.logprobs
     if logprobs is not None:
         logprobs = msgspec.structs.replace(logprobs, prompt_start=request.first_logits_position)
-    return RequestOpen(handle, request.sampling, len(request.prompt_ids), logprobs, request.lease)
+    prompt_length = len(request.prompt_ids)
+    return RequestOpen(
+        handle, request.sampling, prompt_length, logprobs, request.lease, request.state_slot
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,8 @@
 """A model without arithmetic, in which any page, token or row out of place changes what is drawn.
 
 Each layer turns the row of a position into a fingerprint of that row and of its own fingerprints of
-all positions before, which it keeps where the KV of these tokens would be: in slots of pages. The
+all positions before, which it keeps where the KV of these tokens would be: in slots of pages. A
+model with states reads those before a chunk from the request's state (`fake_states.py`). The
 last layer's stage draws the next token from all of a request's fingerprints there, read back
 through its pages.
 What a request must yield follows from its prompt alone.
@@ -12,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from operator import mul
 from typing import Protocol
+
+from fault_schedules.fake_states import FakeStates
 
 from sgl_pipeline.pp_runner.output.drafted_rows import rows_apart
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request
@@ -98,10 +101,14 @@ class Elsewhere(Protocol):
 
 
 class FakeStage:
-    """One stage's KV: the pages of each layer that it holds, and what it computes on them."""
+    """One stage's KV: the pages of each layer that it holds, its states, and what it computes on
+    them."""
 
-    def __init__(self, page_size: int, layers: Iterable[int] = (0,)) -> None:
+    def __init__(
+        self, page_size: int, layers: Iterable[int] = (0,), num_state_slots: int = 0
+    ) -> None:
         self.page_size = page_size
+        self._states = FakeStates(num_state_slots)
         self.pages: dict[int, LayerPages] = {layer: {} for layer in layers}
         self._last = 0  # the last layer that ran
         # Runs the rows of leases, whose pages are elsewhere; None: there are none.
@@ -132,7 +139,12 @@ class FakeStage:
         for chunk in chunks:
             incoming = rows[len(outgoing) : len(outgoing) + chunk.length]
             if chunk.request.lease is None:
-                outgoing += self.extend(layer, chunk.request.pages, chunk.start, incoming)
+                seen = self._states.before(layer, chunk)
+                outcome, seen = self._extend(
+                    layer, chunk.request.pages, chunk.start, incoming, seen
+                )
+                self._states.keep(layer, chunk, seen)
+                outgoing += outcome
             else:
                 self._fill_scratch_page(layer, chunk)
                 assert self.elsewhere is not None
@@ -142,14 +154,22 @@ class FakeStage:
     def extend(self, layer: int, own: Sequence[int], start: int, rows: Sequence[int]) -> list[int]:
         """Runs a layer for `rows` from position `start` on of the request whose pages are `own`;
         returns what becomes of them."""
+        return self._extend(layer, own, start, rows, None)[0]
+
+    def _extend(
+        self, layer: int, own: Sequence[int], start: int, rows: Sequence[int], seen: int | None
+    ) -> tuple[list[int], int]:
+        """As `extend`, where the positions before `start` are `seen`, or what the pages have; and
+        what they are with the rows."""
         pages, size = self.pages[layer], self.page_size
-        seen = attention(self.fingerprints(layer, own, 0, start))
+        if seen is None:
+            seen = attention(self.fingerprints(layer, own, 0, start))
         outgoing = []
         for position, row in enumerate(rows, start):
             one, seen = append_position(seen, position, row)
             pages.setdefault(own[position // size], {})[position % size] = one
             outgoing.append(one)
-        return outgoing
+        return outgoing, seen
 
     def _fill_scratch_page(self, layer: int, chunk: MirroredChunk) -> None:
         """The keys and values of a chunk of a lease are put into its only page here."""

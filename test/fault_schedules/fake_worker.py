@@ -281,7 +281,8 @@ class FakeWorker:
             self._transfers.cancel("StageAssignment")
         self._assignment = assignment
         stage, plan = assignment.stage, assignment.plan
-        self._layers = FakeStage(self._page_size, plan.layers_of(stage))
+        slots = assignment.args.num_state_slots
+        self._layers = FakeStage(self._page_size, plan.layers_of(stage), slots)
         self._layers.elsewhere = self._attention
         loop, load = self._loop, self._tempo.load
         self._site = FakeSite(self._layers, stage, plan, loop, self._rng, load)

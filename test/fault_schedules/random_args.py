@@ -1,5 +1,6 @@
 """The flags and rules of a world: any that a server may have and that a schedule can tell apart."""
 
+from dataclasses import replace
 from random import Random
 
 from sgl_pipeline.args import (
@@ -17,12 +18,14 @@ from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
 from sgl_pipeline.scheduling.tier_rules import TierRules
 
 
-def random_args(rng: Random) -> PipelineArgs:
-    """Those of `rng`, of one stage to four."""
+def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
+    """Those of `rng`, of one stage to four; with `may_have_states` some are of a model with
+    states."""
     max_prefill_tokens = rng.choice((4, 16, 64))
     num_stages = rng.choice((1, 2, 2, 3, 4))
-    by = _own_choice(rng).choice((None, "user"))
-    return PipelineArgs(
+    own_rng = _own_choice(rng)
+    by = own_rng.choice((None, "user"))
+    args = PipelineArgs(
         stages=StageArgs(
             num_stages=num_stages,
             layer_partition=rng.choice(("auto", "even")),
@@ -66,6 +69,18 @@ def random_args(rng: Random) -> PipelineArgs:
         ),
         run_directory="virtual",
     )
+    num_state_slots = own_rng.choice((0, 0, 0, 0, 0, 0, 1, 3, 8))
+    return _with_states(args, num_state_slots) if may_have_states else args
+
+
+def _with_states(args: PipelineArgs, num_state_slots: int) -> PipelineArgs:
+    """`args` of a model with states; as they are for 0 slots, and where layers move."""
+    if num_state_slots == 0 or args.migration.mode != "off":
+        return args
+    scheduling = replace(
+        args.scheduling, num_state_slots=num_state_slots, radix_cache=False, draft_tokens=0
+    )
+    return replace(args, scheduling=scheduling)
 
 
 def _own_choice(rng: Random) -> Random:

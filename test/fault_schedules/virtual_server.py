@@ -148,6 +148,7 @@ class VirtualServer:
             self.tier.check_end()
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
+        assert scheduler.state_slots.num_free == self.args.scheduling.num_state_slots
         assert len(self.roster.spare_workers) >= self.args.recovery.spare_workers
         num_stages = self.args.stages.num_stages
         assert self.core.plan.num_stages == num_stages, "a stage never came back"
@@ -194,7 +195,9 @@ class VirtualServer:
         assert not self.has_ended and self._num_unfit == 0
         for record in recovery.history:
             assert record.is_planned and not record.has_other_stages
-            assert record.num_tokens == record.num_replay_tokens == 0, "tokens computed again"
+            assert record.num_replay_tokens == 0, "tokens computed again"
+            # States do not go to another worker.
+            assert record.num_tokens == 0 or self.args.scheduling.num_state_slots
 
     # What the scheduler process does
 

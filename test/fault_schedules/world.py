@@ -50,7 +50,7 @@ class World:
         self._loop = EventLoop()
         # Its own, so that seeds without tiers are what they would be without this part.
         tier_rng = Random(f"worlds with tiers {seed}")
-        args = random_args(rng)
+        args = random_args(rng, may_have_states=not has_tier(seed))
         if has_tier(seed) and tier_rng.random() < 0.9:
             args = replace(args, scheduling=replace(args.scheduling, radix_cache=True))
         num_layers = args.stages.num_stages + rng.choice((0, 1, 2, 4))
@@ -73,6 +73,8 @@ class World:
         if has_tier(seed) and tier_rng.random() < 0.4:
             # Owed pages leave the log while others come from the store behind them.
             log_pages = max(1, num_pages // tier_rng.choice((2, 3, 4)))
+        if args.scheduling.num_state_slots:
+            log_pages = None
         self._digest = 0
         self._server = VirtualServer(
             "",

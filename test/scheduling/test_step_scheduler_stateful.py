@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         duplicate_prefills=st.booleans(),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         max_running=st.sampled_from([1, 3, 16]),
+        num_state_slots=st.sampled_from([0, 0, 1, 2, 5]),
         max_queued=st.sampled_from([None, None, 2]),
         max_decodes=st.sampled_from([None, 1, 2]),
         preemption_threshold=st.sampled_from([None, 0]),
@@ -74,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         duplicate_prefills: bool,
         max_prefill_tokens: int,
         max_running: int,
+        num_state_slots: int,
         max_queued: int | None,
         max_decodes: int | None,
         preemption_threshold: int | None,
@@ -99,14 +101,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             schedule_policy=schedule_policy,
             max_overtakes=max_overtakes,
             max_running_requests=max_running,
+            num_state_slots=num_state_slots,
             max_queued_requests=max_queued,
             max_decodes_per_step=max_decodes,
-            radix_cache=radix_cache,
+            radix_cache=radix_cache and not num_state_slots,
             accounting=accounting,
             duplicate_prefills=duplicate_prefills,
             extra_steps_in_flight=extra,
             preemption_threshold=preemption_threshold,
-            draft_tokens=draft_tokens,
+            draft_tokens=0 if num_state_slots else draft_tokens,
             fair_shares_by=fair_shares_by,
             tenant_weights=None if fair_shares_by is None else '{"b": 3}',
             waiting_timeout_s=timeouts_s[0],
@@ -181,7 +184,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.pipeline.complete()
                 self.scheduler.check_invariants()
 
-    @precondition(lambda self: self.pipeline.steps_in_flight)
+    @precondition(
+        lambda self: self.pipeline.steps_in_flight and not self.scheduler.state_slots.num_slots
+    )
     @rule()
     def take_back_steps(self) -> None:
         self.pipeline.take_back_steps()
@@ -192,6 +197,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         load = self.scheduler.load()
         assert (self.scheduler.num_running, load.free_pages) == (0, load.total_pages)
         assert self.scheduler.num_free_pages == load.total_pages
+        slots = self.scheduler.state_slots
+        assert slots.num_free == slots.num_slots
 
     @precondition(lambda self: self.scheduler.requests())
     @rule(data=st.data())
@@ -243,6 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         load = self.scheduler.load()
         assert load.free_pages == load.total_pages
         assert load.waiting_tokens == 0
+        assert self.scheduler.state_slots.num_free == self.scheduler.args.num_state_slots
         most = self.scheduler.args.max_decodes_per_step
         if most is not None:
             assert all(one.num_decodes <= most for one in self.pipeline.microbatches)

@@ -11,6 +11,7 @@ from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.queue_order import FixedOrder
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.request_pages import RequestPages
+from sgl_pipeline.scheduling.state_slots import StateSlots
 from sgl_pipeline.scheduling.waiting_queue import MAX_PARKED_PER_CALL, WaitingQueue
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -30,7 +31,9 @@ class QueueAndPages:
         self.page_size = page_size
         self.radix = Radix(page_size, enabled=radix_cache)
         self.queue = WaitingQueue(self.radix.demand, parks=parks)
-        self.pages = RequestPages(PagePool(num_pages), self.radix.storage, self.radix.demand)
+        self.pages = RequestPages(
+            PagePool(num_pages), self.radix.storage, self.radix.demand, StateSlots(0)
+        )
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.num_added = 0

@@ -38,6 +38,17 @@ def test_policies_and_rates_make_a_table(
     assert len(records[0].stages) == 4
 
 
+def test_state_slots_bound_the_requests_that_run(tmp_path: Path) -> None:
+    arguments = ["run", *SMALL, "--rate", "inf", "--policy", "throttle", "--disable-radix-cache"]
+    most = {}
+    for slots in ("0", "3"):
+        steps = tmp_path / f"{slots}.jsonl"
+        own = ["--max-mamba-cache-size", slots, "--trace-path", str(steps)]
+        assert main([*arguments, *own]) == 0
+        most[slots] = max(record.running_decodes for record in read_trace(steps))
+    assert most["3"] == 3 < most["0"]
+
+
 def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "sharegpt", "--requests", "150"]
     arguments += ["--rate", "24", "--policy", "throttle"]

@@ -107,8 +107,11 @@ class FakePipeline:
         self._mirror = RequestMirror()
         self._page_size = page_size
         self._num_losses = 0
-        self._early, self._late = FakeStage(page_size), FakeStage(page_size)
+        self._early, self._late = self._new_stage(), self._new_stage()
         self._in_flight: deque[tuple[int, list[MirroredChunk], list[int]]] = deque()
+
+    def _new_stage(self) -> FakeStage:
+        return FakeStage(self._page_size, (0,), self.scheduler.args.num_state_slots)
 
     @property
     def steps_in_flight(self) -> int:
@@ -160,7 +163,7 @@ class FakePipeline:
         """The stages are replaced by others, which know nothing and hold no pages."""
         self._in_flight.clear()
         self.core.halt([0], "killed", self.now_s)
-        self._early, self._late = FakeStage(self._page_size), FakeStage(self._page_size)
+        self._early, self._late = self._new_stage(), self._new_stage()
         self._mirror = RequestMirror()
         self._num_losses += 1
         snapshot = self._orders.open(self.core.start_over(self._num_losses))

@@ -31,6 +31,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.managers.command_line.model_files import resolve_dtype
+from sgl_pipeline.managers.command_line.state_slots import settle_state_slots, weight_file_bytes
 from sgl_pipeline.managers.command_line.store_config_text import read_store_config
 from sgl_pipeline.managers.upstream.disaggregation_environment import (
     fields_of_environment,
@@ -65,6 +66,7 @@ def pipeline_of_model(
     )
     options.quantization = chosen.spec.quantization_method
     dtype = resolve_dtype(options.dtype, chosen.spec.dtype)
+    num_state_slots = _state_slots(options, chosen.spec, model_path, dtype)
     pipeline = read_section(
         PipelineArgs,
         options,
@@ -81,6 +83,7 @@ def pipeline_of_model(
         scheduling=read_section(
             SchedulingArgs,
             options,
+            num_state_slots=num_state_slots,
             preemption_threshold=_preemption_threshold(options),
             draft_tokens=_draft_tokens(options, device),
             fair_shares_by=_fair_shares_by(options),
@@ -96,6 +99,17 @@ def pipeline_of_model(
         disaggregation=_disaggregation(options),
     )
     return pipeline, chosen.spec
+
+
+def _state_slots(options: argparse.Namespace, spec: ModelSpec, path: str, dtype: str) -> int:
+    """The number of state slots, as `settle_state_slots`; each host has its share of the layers."""
+    states = [state for layer in range(spec.num_layers) if (state := spec.state_of(layer))]
+    slot_bytes = sum(state.bytes_per_slot(dtype) for state in states)
+    running = options.max_running_requests or SchedulingArgs().max_running_requests
+    num_hosts = options.nnodes
+    return settle_state_slots(
+        options, slot_bytes // num_hosts, running, weight_file_bytes(path) // num_hosts
+    )
 
 
 def _fair_shares_by(options: argparse.Namespace) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.costs.stage_costs import MadeUpStep, PartCosts
 from sgl_pipeline.errors import ConfigurationError, StageFailure
 from sgl_pipeline.layer_partition import even_layer_counts
@@ -48,7 +48,9 @@ class MeasuringWorker:
         """Waits for the worker, and determines its place."""
         hello = self._receive()
         assert isinstance(hello, WorkerHello)
-        args = PipelineArgs(stages=stages, run_directory=run_directory)
+        slots = stages.num_state_slots
+        scheduling = SchedulingArgs(num_state_slots=slots, radix_cache=not slots)
+        args = PipelineArgs(stages=stages, scheduling=scheduling, run_directory=run_directory)
         plan = StagePlan(0, even_layer_counts(num_layers, stages.num_stages))
         self._assignment = assign([hello] * stages.num_stages, plan, args)[0]
 

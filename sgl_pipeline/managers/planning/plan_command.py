@@ -53,7 +53,11 @@ def _report(options: argparse.Namespace) -> str:
     network = None if options.hosts is None else read_host_network(options.hosts)
     options.pp = _stages_here(options, network)
     stages, spec = stages_of(options)
-    stages = replace(stages, memory_fraction=options.mem_fraction_static)
+    stages = replace(
+        stages,
+        memory_fraction=options.mem_fraction_static,
+        num_state_slots=options.max_mamba_cache_size if spec.has_states else 0,
+    )
     wanted = options.layer_counts
     asked = None if wanted is None else parse_layer_partition(wanted, options.pp, spec.num_layers)
     num_stages = options.pp if network is None else network.num_stages
@@ -218,6 +222,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--costs", type=Path, help="file of sgl-pipeline fit")
     parser.add_argument(
         "--max-total-tokens", type=int, default=SchedulingArgs().page_size, help="KV, at least"
+    )
+    parser.add_argument(
+        "--max-mamba-cache-size",
+        type=int,
+        default=SchedulingArgs().max_running_requests,
+        help="state slots that have to fit, of a model with states",
     )
     parser.add_argument("--mem-fraction-static", type=float, default=0.88)
     parser.add_argument("--step", help="decodes,context,prompt tokens; by default 32,512,144")

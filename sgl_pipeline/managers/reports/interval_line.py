@@ -40,6 +40,9 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
     replacing = ", replacing a stage" if state.current_recovery is not None else ""
     if state.missing_stages:
         replacing += f", {state.plan.num_stages} of {state.configured_stages} stages"
+    slots = ""
+    if state.state_slots:
+        slots = f"free state slots {state.free_state_slots} of {state.state_slots}, "
     slow = "".join(
         f", stage {number} slow ({stage.slowdown:.1f} times)"
         for number, stage in state.slow_stages.items()
@@ -47,7 +50,7 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
     return (
         f"step {state.num_steps}{', paused' if state.is_paused else ''}{moving}{replacing}{slow}: "
         f"waiting {state.waiting_requests} ({state.load.waiting_tokens} tokens), "
-        f"running {state.running_requests}, free pages {state.load.free_share:.0%}, "
+        f"running {state.running_requests}, free pages {state.load.free_share:.0%}, {slots}"
         f"{num_tokens / (state.now_s - since.now_s):.0f} tokens/s, "
         f"{_drafts(since.drafts, state.drafts)}"
         f"stages idle {idle or 'unknown'}{f', {missed} target missed' if missed else ''}"

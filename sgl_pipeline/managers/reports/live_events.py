@@ -48,6 +48,8 @@ def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
         optional["store"] = _store(state.tier)
     if state.drafts.most_each:
         optional["drafts"] = _drafts(state.drafts)
+    if state.state_slots:
+        optional["state_slots"] = [state.state_slots - state.free_state_slots, state.state_slots]
     if state.rooms is not None:
         optional["rooms"] = _rooms(state.rooms)
     if state.tenants:

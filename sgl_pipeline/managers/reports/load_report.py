@@ -84,7 +84,7 @@ class LoadReport:
             num_active_tokens=total_tokens,
             max_total_num_tokens=load.total_pages * self._page_size,
             max_running_requests=self._max_running_requests,
-            token_usage=round(1.0 - load.free_share, 4),
+            token_usage=round(max(1.0 - load.free_share, state.state_usage), 4),
             gen_throughput=round(self._decodes_per_s, 2),
             cache_hit_rate=round(state.cache_hit_rate, 4),
             total_prefill_uncached_tokens=state.prefill_tokens,

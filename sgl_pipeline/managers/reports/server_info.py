@@ -30,6 +30,7 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "accounting": args.scheduling.accounting,
         "page_size": args.scheduling.page_size,
         "total_pages": capacity.num_pages,
+        "state_slots": args.scheduling.num_state_slots,
         "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],
         "page_bytes_of_layer": capacity.layer_page_bytes,
         "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
@@ -53,12 +54,13 @@ def summarize_start(facts: Mapping[str, Any]) -> str:
     mebibytes = ", ".join(f"{size / 2**20:.0f}" for size in facts["weight_bytes_of_stages"])
     counts = ",".join(map(str, facts["layer_partition"]))
     generic = " by transformers" if facts["model_impl"] == "transformers" else ""
+    states = f"{facts['state_slots']} state slots, " if facts["state_slots"] else ""
     held = "" if facts["kv_cache_dtype"] == "auto" else f" in {facts['kv_cache_dtype']}"
     return (
         f"pipeline ready: {facts['num_stages']} stages on {facts['device']}, "
         f"layers {counts}{generic}, weights {mebibytes} MiB ({facts['dtype']}), "
         f"{facts['total_pages']} KV pages of {facts['page_size']} tokens{held}, "
-        f"policy {facts['policy']}, attention {facts['stage_attention_backend']}, kernels "
+        f"{states}policy {facts['policy']}, attention {facts['stage_attention_backend']}, kernels "
         f"{facts['stage_kernels']}"
     )
 
@@ -95,6 +97,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "plan_epoch": state.plan.epoch,
         "is_paused": state.is_paused,
         "free_pages": state.load.free_pages,
+        "free_state_slots": state.free_state_slots,
         "waiting_tokens": state.load.waiting_tokens,
         "num_waiting_requests": state.waiting_requests,
         "num_running_requests": state.running_requests,

@@ -18,7 +18,8 @@ HONORED = frozenset(
     nnodes node_rank dist_init_addr use_ray page_size
     chunked_prefill_size
     max_total_tokens mem_fraction_static
-    max_running_requests max_queued_requests disable_radix_cache stream_interval sleep_on_idle
+    max_running_requests max_queued_requests max_mamba_cache_size mamba_full_memory_ratio
+    disable_radix_cache stream_interval sleep_on_idle
     schedule_policy enable_dynamic_chunking
     enable_priority_scheduling schedule_low_priority_values_first
     abort_on_priority_when_disabled disable_priority_preemption
@@ -166,6 +167,10 @@ HELP = {
     "--chunked-prefill-size.",
     "speculative_algorithm": "NGRAM: decodes carry guesses at their next tokens, looked up in the "
     "request's own prompt and output, where a step has time for them. No token changes.",
+    "max_mamba_cache_size": "State slots of a model with states: a running request owns one "
+    "(default: --max-running-requests, or as many as fit).",
+    "mamba_full_memory_ratio": "Memory for states to memory for pages, without "
+    "--max-mamba-cache-size (default: 0.9).",
     "speculative_num_draft_tokens": "Most tokens of a decode in a step, its own and the guesses "
     "behind it (default: 12).",
     "pp_async_batch_depth": "Steps in flight beyond one per stage, as --extra-steps-in-flight.",
@@ -187,7 +192,8 @@ REFUSED_NAMESPACES = {
     "own are switched by --stage-graphs, and torch.compile is not built",
     "exec.kernel": "it picks a kernel of upstream's model runner, which is not used; the stages' "
     "own choice is --stage-attention-backend",
-    "exec.mamba": "state-space models are not supported",
+    "exec.mamba": "it tunes upstream's pools of states, which are not used; the number of state "
+    "slots is --max-mamba-cache-size, and states are of 32 bits",
     "exec.moe": "it tunes the experts of upstream's model runner, which is not used; a layer's "
     "experts run on its stage",
     "exec.offload": "offloading weights is not built yet",
@@ -278,7 +284,6 @@ _REFUSED_TEXT = {
         prefill_delayer_max_delay_ms""",
     _SLIDING: """swa_full_tokens_ratio disable_hybrid_swa_memory swa_prefix_tails
         _swa_full_tokens_ratio_explicitly_set c128_page_size""",
-    "state-space models are not supported": "max_mamba_cache_size mamba_full_memory_ratio",
     _EVICTION: """radix_eviction_policy radix_eviction_policy_config radix_cache_backend
         _radix_eviction_policy_explicitly_set""",
     _ENCODER: """encoder_only language_only language_model_only encoder_transfer_backend
@@ -328,6 +333,8 @@ UPSTREAM_VALUES = {
     "device": "cpu",
     "page_size": None,
     "chunked_prefill_size": None,
+    "max_mamba_cache_size": None,
+    "mamba_full_memory_ratio": None,
     "enable_hierarchical_cache": False,
     "enable_cache_report": True,
     "disaggregation_mode": "null",

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 from support.splits import all_splits
 
@@ -29,6 +30,12 @@ def test_a_forecast_is_arithmetic() -> None:
     assert split.num_pages == 17
     assert split.num_tokens == 17 * 16
     assert split.slowest_ms == 18.0
+
+
+def test_states_take_memory_and_no_pages() -> None:
+    sizes = msgspec.structs.replace(SIZES, state_layers=(0, 1, 2, 9), state_bytes=20)
+    split = SplitPlanner(COSTS, sizes, devices((2000, 1.0), (1000, 0.5))).forecast((9, 7))
+    assert [one.num_pages for one in split.stages] == [(1050 - 60) // 12, (240 - 20) // 12]
 
 
 def test_a_split_that_does_not_fit_is_shown_without_pages() -> None:

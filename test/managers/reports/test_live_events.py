@@ -53,6 +53,13 @@ def test_drafts_are_told_where_the_server_has_any() -> None:
     assert event["drafts"] == numbers | {"rule": "time", "why": "why"}
 
 
+def test_state_slots_are_told_where_the_model_has_states() -> None:
+    state = movable_core(2, 2).state(50.0)
+    assert "state_slots" not in told(state)
+    event = told(msgspec.structs.replace(state, state_slots=8, free_state_slots=5))
+    assert event["state_slots"] == [3, 8]
+
+
 def test_an_ended_request_has_its_times_and_nothing_that_it_said() -> None:
     event = told(movable_core(2, 2).state(50.0).showing((step_record(7),), ()))
     assert event["ended"] == [["d", 11_000_000, 3, 1, 2, 0, 1000.0, 1500.0, 3000.0]]

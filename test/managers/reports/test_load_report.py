@@ -60,6 +60,22 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
     report.close()
 
 
+def test_the_fuller_of_pages_and_state_slots_is_the_usage(tmp_path: Path) -> None:
+    args = SchedulingArgs(page_size=4, num_state_slots=2, radix_cache=False)
+    policy = make_policy(ThrottleArgs(policy="sarathi"))
+    steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
+    pipeline = FakePipeline(steps, page_size=4)
+    capacity = PipelineCapacity(StagePlan(0, (1,)), None, 10, (stage(1),), "torch", "torch", 1)
+    report = LoadReport(loads_path(str(tmp_path)), args, capacity)
+    steps.add(make_request("a", [1] * 8, 10))
+    pipeline.schedule()
+    state = pipeline.core.state(1.0)
+    assert (state.state_slots, state.free_state_slots, state.state_usage) == (2, 1, 0.5)
+    assert report.publish(state).token_usage == 0.5
+    report.close()
+    pipeline.drain()
+
+
 def test_a_report_has_upstreams_counts_of_rooms(tmp_path: Path) -> None:
     args = SchedulingArgs(page_size=4)
     policy = make_policy(ThrottleArgs(policy="sarathi"))

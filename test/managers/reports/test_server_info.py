@@ -34,6 +34,8 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
     assert facts["page_bytes_of_layer"] == 100
     assert " tokens, policy" in summarize_start(facts)
     assert " tokens in int8, policy" in summarize_start(facts | {"kv_cache_dtype": "int8"})
+    assert ", 8 state slots, policy" in summarize_start(facts | {"state_slots": 8})
+    assert (facts["state_slots"], facts["free_state_slots"]) == (0, 0)
     core.migration.move_to((1, 3), 1.0)
     stages_get_ready(core, 2.0)
     stages_switch(core, 3.0)

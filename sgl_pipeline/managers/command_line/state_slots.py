@@ -1,0 +1,71 @@
+"""The number of state slots, from SGLang's flags and the memory of this host.
+
+Of the flags for such models SGLang has many more: they tune its own pools and are refused
+(`upstream_fields.py`, `exec.mamba`).
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from sgl_pipeline.args.checks import at_least, require
+from sgl_pipeline.host_memory import available_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+SLOTS_FLAG, RATIO_FLAG = "--max-mamba-cache-size", "--mamba-full-memory-ratio"
+DEFAULT_RATIO = 0.9  # SGLang's
+
+
+def settle_state_slots(
+    options: argparse.Namespace, slot_bytes: int, max_running_requests: int, weight_bytes: int
+) -> int:
+    """The number of state slots of a model whose slot takes `slot_bytes` in all layers; 0 for one
+    without states (0 bytes).
+
+    It is `--max-mamba-cache-size`, else `max_running_requests`, or as many as fit into the share
+    of memory that SGLang gives to states: beside `weight_bytes` of weights, `ratio / (1 + ratio)`.
+    Switches the radix cache off in `options`, which a line says. Raises ConfigurationError for
+    flags that cannot be honored, or where not one slot fits.
+    """
+    slots, ratio = options.max_mamba_cache_size, options.mamba_full_memory_ratio
+    if not slot_bytes:
+        for flag, value in ((SLOTS_FLAG, slots), (RATIO_FLAG, ratio)):
+            require(value is None, f"{flag} {value} is for models with states; this one has none")
+        return 0
+    if not options.disable_radix_cache:
+        options.disable_radix_cache = True
+        logger.warning(
+            "the radix cache is off, as with --disable-radix-cache: it keeps pages and no states, "
+            "which this model needs for a prefix"
+        )
+    if slots is not None:
+        at_least(1)(SLOTS_FLAG, slots)
+        require(ratio is None, f"{RATIO_FLAG} {ratio} does nothing beside {SLOTS_FLAG}; give one")
+        return int(slots)
+    ratio = DEFAULT_RATIO if ratio is None else ratio
+    require(0.0 < ratio < float("inf"), f"{RATIO_FLAG} {ratio} must be above 0")
+    room_bytes = max(0, available_memory_bytes() - weight_bytes) * ratio / (1.0 + ratio)
+    num_fitting = int(room_bytes // slot_bytes)
+    require(
+        num_fitting >= 1,
+        f"{RATIO_FLAG} {ratio} leaves {room_bytes / 2**20:.0f} MiB for states, and one slot takes "
+        f"{slot_bytes / 2**20:.0f} MiB; raise it or use more hosts",
+    )
+    if num_fitting < max_running_requests:
+        logger.warning(
+            "%d requests run at once, not %d (--max-running-requests): %d state slots of %.1f MiB "
+            "fit into the share of memory that is for states (%s %s)",
+            num_fitting,
+            max_running_requests,
+            num_fitting,
+            slot_bytes / 2**20,
+            RATIO_FLAG,
+            ratio,
+        )
+    return min(num_fitting, max_running_requests)
+
+
+def weight_file_bytes(model_path: str) -> int:
+    """Bytes of the weights in the model directory."""
+    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))

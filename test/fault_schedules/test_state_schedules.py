@@ -1,0 +1,112 @@
+"""Random schedules of models with states: no slot has two owners, all come back, and a state is
+never behind or ahead of its request."""
+
+from random import Random
+
+import pytest
+from fault_schedules.random_args import random_args
+from fault_schedules.world import has_tier, run_seed
+from support.mutations import Mutation, nothing_is_done, require_found
+
+from sgl_pipeline.requests import FinishReason, Request
+from sgl_pipeline.scheduling import StepScheduler
+from sgl_pipeline.scheduling.lost_pages import LostPages
+from sgl_pipeline.scheduling.state_slots import StateSlots
+from sgl_pipeline.wire.step_order import RequestOpen, StepOrderEncoder
+
+
+def slots_of(seed: int) -> int:
+    """State slots of the world of `seed`."""
+    if has_tier(seed):
+        return 0
+    return random_args(Random(seed), may_have_states=True).scheduling.num_state_slots
+
+
+SEEDS = [seed for seed in range(600) if slots_of(seed)]
+
+
+def test_schedules_with_states_hold_and_have_what_could_go_wrong() -> None:
+    seeds = SEEDS[:60]
+    assert {slots_of(seed) for seed in seeds} == {1, 3, 8}
+    outcomes = [run_seed(seed) for seed in seeds]
+    assert sum(outcome.num_retractions for outcome in outcomes) > len(seeds)
+    assert sum(outcome.num_aborts for outcome in outcomes) > len(seeds)
+    assert sum(outcome.num_recoveries for outcome in outcomes) > len(seeds) // 2
+    assert sum(outcome.num_handovers for outcome in outcomes) > len(seeds) // 10
+    assert sum(outcome.num_shrunk for outcome in outcomes) > 0
+    assert not any(outcome.num_replayed_tokens for outcome in outcomes)
+
+
+def a_slot_is_free_while_a_step_uses_it(patch: pytest.MonkeyPatch) -> None:
+    finish = StepScheduler._finish
+
+    def mutated(self: StepScheduler, request: Request, reason: FinishReason) -> None:
+        finish(self, request, reason)
+        self.state_slots.take_back(request)
+
+    patch.setattr(StepScheduler, "_finish", mutated)
+
+
+def a_slot_has_two_owners(patch: pytest.MonkeyPatch) -> None:
+    def mutated(self: StateSlots, request: Request) -> None:
+        if self.num_slots:
+            request.state_slot = self._free[-1]
+
+    patch.setattr(StateSlots, "give", mutated)
+
+
+def two_owners_of_a_slot_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """So that the tokens alone can show it."""
+    a_slot_has_two_owners(patch)
+    patch.setattr(StateSlots, "take_back", lambda self, request: None)
+    patch.setattr(StateSlots, "check_owners", lambda self, holders: None)
+
+
+def admission_does_not_ask_for_a_slot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StateSlots, "are_taken", property(lambda self: False))
+
+
+def retracted_requests_keep_their_slot(patch: pytest.MonkeyPatch) -> None:
+    take_back = StateSlots.take_back
+
+    def mutated(self: StateSlots, request: Request) -> None:
+        if request.finish is not None:
+            take_back(self, request)
+
+    patch.setattr(StateSlots, "take_back", mutated)
+
+
+def a_slot_is_sent_a_request_late(patch: pytest.MonkeyPatch) -> None:
+    open_request = StepOrderEncoder._open
+    newest = [0]
+
+    def mutated(self: StepOrderEncoder, request: Request) -> RequestOpen:
+        slot = request.state_slot
+        if slot is not None:
+            request.state_slot, newest[0] = newest[0], slot
+        opened = open_request(self, request)
+        request.state_slot = slot
+        return opened
+
+    patch.setattr(StepOrderEncoder, "_open", mutated)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    one.__name__: one
+    for one in (
+        a_slot_is_free_while_a_step_uses_it,
+        a_slot_has_two_owners,
+        two_owners_of_a_slot_are_not_counted,
+        admission_does_not_ask_for_a_slot,
+        retracted_requests_keep_their_slot,
+        a_slot_is_sent_a_request_late,
+    )
+} | {
+    "requests_go_on_with_the_states_of_a_lost_stage": nothing_is_done(LostPages, "lose_stages"),
+    "requests_go_on_where_a_worker_has_left": nothing_is_done(LostPages, "hand_over"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_broken_on_purpose_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_found(MUTATIONS[name], monkeypatch, run_seed, SEEDS)

@@ -1,0 +1,138 @@
+"""A server of a model whose layers keep states: its tokens are transformers', whatever happens.
+
+The pool has room for two requests at most and there are three state slots, so that requests wait,
+and are retracted.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from support.greedy_oracle import count_ties
+from support.live_server import LiveServer, live_server, wait_until
+from support.state_models import write_state_model
+from support.streams import Stream, kill_stage
+
+from test.server.test_metrics_and_drain import Samples
+
+pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
+PROMPTS = [[(7 * place + number) % 250 + 3 for place in range(9 + number)] for number in range(5)]
+SLOTS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_state_model(tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    flags = ["--model-path", str(model), "--dtype", "float32", "--device", "cpu", "--pp", "2"]
+    flags += ["--max-mamba-cache-size", str(SLOTS), "--page-size", "4", "--max-total-tokens", "160"]
+    with live_server(*flags, "--enable-metrics") as server:
+        yield server
+
+
+def streams_of(server: LiveServer, count: int) -> list[Stream]:
+    """`count` tokens of each prompt, all at once."""
+    sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}
+    return [
+        Stream(server.url, "", {"text": None, "input_ids": ids, "sampling_params": sampling})
+        for ids in PROMPTS
+    ]
+
+
+def check(model: Path, streams: list[Stream], count: int) -> None:
+    """Each stream has had all its tokens, and transformers gives the same."""
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        stream.join()
+        assert stream.errors == []
+        assert len(stream.ids) == count
+        count_ties(model, prompt, stream.ids)
+
+
+def check_all_is_free(server: LiveServer) -> None:
+    facts = server.facts()
+    assert facts["free_pages"] == facts["total_pages"]
+    assert facts["free_state_slots"] == facts["state_slots"] == SLOTS
+
+
+def test_requests_wait_for_slots_and_retracted_ones_begin_anew(
+    server: LiveServer, model: Path
+) -> None:
+    streams = streams_of(server, 100)
+    wait_until(lambda: server.facts()["num_running_requests"] > 0)
+    most = 0
+    while any(stream._thread.is_alive() for stream in streams):
+        most = max(most, server.facts()["num_running_requests"])
+    check(model, streams, 100)
+    assert 1 < most <= SLOTS
+    assert server.facts()["num_retractions"] > 0
+    check_all_is_free(server)
+    assert server.text.count("the radix cache is off, as with --disable-radix-cache") == 1
+    assert f"{SLOTS} state slots, " in server.text
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_killed_stage_changes_no_token(server: LiveServer, model: Path, stage: int) -> None:
+    num_recoveries = len(server.facts()["recoveries"])
+    streams = streams_of(server, 100)
+    wait_until(lambda: sum(len(one.ids) > 10 for one in streams) > 1)
+    kill_stage(server, stage)
+    check(model, streams, 100)
+    wait_until(lambda: len(server.facts()["recoveries"]) > num_recoveries)
+    wait_until(lambda: server.facts()["recoveries"][-1]["is_over"])
+    newest = server.facts()["recoveries"][-1]
+    # Both stages compute all of it again.
+    assert newest["tokens"] > 0 and newest["replay_tokens"] == 0
+    check_all_is_free(server)
+
+
+def test_a_stage_that_leaves_changes_no_token(server: LiveServer, model: Path) -> None:
+    num_recoveries = len(server.facts()["recoveries"])
+    streams = streams_of(server, 100)
+    wait_until(lambda: sum(len(one.ids) > 10 for one in streams) > 1)
+    psutil.Process(server.facts()["stage_pids"][1]).terminate()
+    check(model, streams, 100)
+    wait_until(lambda: len(server.facts()["recoveries"]) > num_recoveries)
+    wait_until(lambda: server.facts()["recoveries"][-1]["is_over"])
+    assert server.facts()["recoveries"][-1]["is_planned"]
+    check(model, streams_of(server, 30), 30)
+    check_all_is_free(server)
+
+
+def test_aborted_requests_give_their_slots_back(server: LiveServer, model: Path) -> None:
+    sampling = {"max_new_tokens": 120, "ignore_eos": True, "temperature": 0}
+    with ThreadPoolExecutor() as pool:
+        bodies = [
+            {"input_ids": ids, "sampling_params": sampling, "rid": f"gone-{number}"}
+            for number, ids in enumerate(PROMPTS)
+        ]
+        replies = [
+            pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=60)
+            for body in bodies
+        ]
+        wait_until(lambda: server.facts()["num_running_requests"] > 1)
+        requests.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=30)
+        for reply in replies:
+            reply.result()
+    wait_until(lambda: server.facts()["free_state_slots"] == SLOTS)
+    check(model, streams_of(server, 20), 20)
+    check_all_is_free(server)
+
+
+def test_slots_are_in_sglangs_metrics(server: LiveServer) -> None:
+    check_all_is_free(server)
+    wait_until(lambda: Samples(server).value("sglang:mamba_available_tokens") == SLOTS)
+    samples = Samples(server)
+    assert samples.value("sglang:mamba_used_tokens") == 0
+    assert samples.value("sglang:mamba_usage") == 0
+
+
+def test_layers_stay_where_they_are_and_the_door_says_why(server: LiveServer) -> None:
+    reply = requests.post(f"{server.url}/pipeline/plan", json={"layer_counts": [3, 5]}, timeout=30)
+    assert reply.status_code == 400
+    assert "states do not go from stage to stage with their layers" in reply.text
