@@ -92,7 +92,7 @@ def test_another_worker_comes_when_it_is_asked_for_and_waits_as_a_spare(
         launcher.tell([(1, PoolSize(4))])
         now_s = time.monotonic()
         assert launcher.silent_newcomers(now_s) == []
-        late = launcher.silent_newcomers(now_s + 60.0)
+        late = launcher.silent_newcomers(now_s + 1e6)  # the bound grows on a busy machine
         assert [worker for worker, _ in late] == [1] and "while it loaded" in late[0][1]
         # It is watched like the first ones: its end is noticed.
         os.kill(processes.pids[1], 9)
