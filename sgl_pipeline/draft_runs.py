@@ -1,4 +1,4 @@
-"""How often the drafts of a text were right, by the run of right tokens behind each.
+"""Counts how often the drafts of a text were right, by the run of right tokens behind each.
 
 Text repeats itself in runs, so that a chance rises with the run. The simulator serves a text again
 by these counts (`simulator/virtual_drafts.py`).

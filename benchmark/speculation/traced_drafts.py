@@ -26,7 +26,7 @@ class TracedRequest:
 
     @property
     def runs(self) -> DraftRuns:
-        """How often its drafts were right; a decode without one counts as a lookup in vain."""
+        """Counts of how often its drafts were right; a decode without one is a lookup in vain."""
         runs = DraftRuns()
         for num_drafted, num_right in self.drafts:
             runs.note(num_drafted, num_right)

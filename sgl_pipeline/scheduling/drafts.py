@@ -153,7 +153,8 @@ class Drafts:
             return 1.0
         drafter = self._drafters[chunk.request]
         chances = drafter.chances(drafter.draft)[: len(chunk.draft_ids)]
-        return 1.0 + sum(accumulate(chances, mul))
+        right: float = sum(accumulate(chances, mul))
+        return 1.0 + right
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

@@ -104,7 +104,7 @@ class PastLoad:
         return replace(simulation, requests=served)
 
     def _forecast(self) -> StepForecast:
-        """What the server knows of its steps: the times of the slowest stage."""
+        """The server's knowledge of its steps: the times of the slowest stage."""
         works = [step.work for step in self.work.steps]
 
         def total_ms(stage: StepPredictor) -> float:

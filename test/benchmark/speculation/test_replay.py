@@ -68,7 +68,9 @@ def test_loops_are_found_at_the_end_alone() -> None:
     assert not ends_in_loop([*[1, 2, 3] * 20, *range(100)])
 
 
-def test_every_kind_has_prompts_of_its_own() -> None:
-    prompts = [prompt for of_kind in KINDS.values() for prompt in of_kind()]
+def test_kinds_have_prompts_of_their_own_but_that_without_the_schema() -> None:
+    kinds = {name: of_kind() for name, of_kind in KINDS.items()}
+    assert kinds.pop("JSON, same prompts") == kinds["JSON by schema"]
+    prompts = [prompt for of_kind in kinds.values() for prompt in of_kind]
     assert len(prompts) == len(set(prompts)) == 40
-    assert all(len(of_kind()) == 8 for of_kind in KINDS.values())
+    assert all(len(of_kind) == 8 for of_kind in kinds.values())
