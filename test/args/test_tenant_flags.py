@@ -49,7 +49,7 @@ def test_weights_that_mean_nothing_are_refused(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("cost", [-0.1, 1.5, float("nan")])
 def test_the_cost_of_short_steps_is_a_share(cost: float) -> None:
-    with pytest.raises(ConfigurationError, match="--fair-step-cost .* must be a share"):
+    with pytest.raises(ConfigurationError, match=r"--fair-step-cost .* must be a share"):
         SchedulingArgs(fair_step_cost=cost)
 
 
