@@ -41,7 +41,7 @@ def load(times: Times | None = TIMES) -> PipelineLoad:
 def settled_ms(steps: ShortSteps, decode_steps: int, budget: TokenBudget = BUDGET) -> float:
     """The bound after many steps that are full of prefill, each after so many decodes alone."""
     bound_ms = 0.0
-    for _ in range(20_000):
+    for _ in range(8000):
         limit = steps.bounded(budget, load()).time
         assert limit is not None
         bound_ms = limit.step_ms
