@@ -38,7 +38,9 @@ SCENARIOS = (
     ),
     Scenario(name="three priorities", num_priorities=3),
     *(
-        Scenario(name=f"throttle-time, {waiting:,} waiting", waiting=waiting, policy="throttle-time")
+        Scenario(
+            name=f"throttle-time, {waiting:,} waiting", waiting=waiting, policy="throttle-time"
+        )
         for waiting in (1000, 10_000)
     ),
     *(
