@@ -4,15 +4,14 @@ own order."""
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
 
 from sgl_pipeline.requests import Request
-from sgl_pipeline.scheduling.least_first import LeastFirst
+from sgl_pipeline.scheduling.least_first import Key, LeastFirst
 from sgl_pipeline.scheduling.queue_order import FixedOrder, QueueOrder
 from sgl_pipeline.scheduling.tenants import Tenant, Tenants
 
 # Compares requests, which wait or run; the lower is served sooner.
-Rank = tuple[int, float, int, tuple[int, int, int]]
+Rank = tuple[int, float, int, str, tuple[int, int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +24,7 @@ class _Flow:
     num_requests: int = 0
 
     @property
-    def key(self) -> tuple[float, ...]:
+    def key(self) -> Key:
         return (-self.priority, *self.tenant.rank)
 
 
@@ -106,29 +105,28 @@ class FairOrder:
         by_flow: dict[tuple[str, int], list[Request]] = {}
         for request in requests:
             by_flow.setdefault((request.tenant, request.priority), []).append(request)
-        numbers = count()
-        levels: dict[str, tuple[float, int]] = {}
-        heap: list[tuple[int, float, int, int, list[Request]]] = []
+        ranks: dict[str, tuple[float, int, str]] = {}
+        # One of a tenant and a priority, so that no two are equal before their requests.
+        heap: list[tuple[int, float, int, str, list[Request]]] = []
         for (name, priority), own in by_flow.items():
             flow = self._flows.get((name, priority))
             order = self._own_order() if flow is None else flow.order
-            levels[name] = rank = self._tenants.get(name).rank
-            heap.append((-priority, *rank, next(numbers), order.ranked(own)[::-1]))
+            ranks[name] = rank = self._tenants.get(name).rank
+            heap.append((-priority, *rank, order.ranked(own)[::-1]))
         heapq.heapify(heap)
         ranked: list[Request] = []
         while heap:
-            lowest, level, last_served, number, own = heapq.heappop(heap)
-            name = own[-1].tenant
-            if (level, last_served) != levels[name]:  # served with another priority since
-                heapq.heappush(heap, (lowest, *levels[name], number, own))
+            lowest, level, last_served, name, own = heapq.heappop(heap)
+            if (level, last_served, name) != ranks[name]:  # served with another priority since
+                heapq.heappush(heap, (lowest, *ranks[name], own))
                 continue
             request = own.pop()
             ranked.append(request)
             tenant = self._tenants.get(name)
             level += self._tenants.prompt_level(tenant, request.prefill_end)
-            levels[name] = (level, last_served)
+            ranks[name] = rank = (level, last_served, name)
             if own:
-                heapq.heappush(heap, (lowest, level, last_served, number, own))
+                heapq.heappush(heap, (lowest, *rank, own))
         return ranked
 
     def _moved(self, tenant: Tenant) -> None:

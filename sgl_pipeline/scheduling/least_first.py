@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Key = tuple[float, ...]
+Key = tuple[float | str, ...]
 
 
 class LeastFirst(Generic[T]):

@@ -39,7 +39,8 @@ BURST_TOKENS = 2048.0
 class Tenant:
     """One tenant. `expected` is an estimate of what the step that is being put together adds to its
     virtual time. `num_waiting` requests wait and may be served. `last_served` is the number of the
-    last step that had a chunk of it: of two with equal virtual times, it decides who is next."""
+    last step that had a chunk of it: of two with equal virtual times, it decides who is next, and
+    where both had one in that step the name does."""
 
     name: str
     weight: float
@@ -54,9 +55,9 @@ class Tenant:
         return self.virtual_time + self.expected
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """The lower, the sooner it is served."""
-        return self.level, self.last_served
+    def rank(self) -> tuple[float, int, str]:
+        """The lower, the sooner it is served. No two tenants have the same."""
+        return self.level, self.last_served, self.name
 
 
 class Tenants:
