@@ -130,9 +130,7 @@ def test_stacked_experts_compute_what_separate_ones_do(dtype):
     """`StackedExperts` is what a GPU runs; `grouped_mm` has a slow form for CPUs."""
     spec = expert_spec()
     separate, stacked = (
-        kind.load(
-            LayerTensors("", RandomWeights(dtype), TorchKernels()), NAMES.expert, HIDDEN, spec
-        )
+        kind.load(LayerTensors("", RandomWeights(dtype), TorchKernels()), NAMES, HIDDEN, spec)
         for kind in (SeparateExperts, StackedExperts)
     )
     x = rows(11, dtype)
@@ -148,9 +146,7 @@ def test_stacked_experts_compute_what_separate_ones_do(dtype):
 def test_loaded_experts_keep_one_copy_of_their_weights(kind):
     """None of the tensors as they were read is left: their packed or stacked copies are."""
     weights = RandomWeights(keep=False)
-    experts = kind.load(
-        LayerTensors("", weights, TorchKernels()), NAMES.expert, HIDDEN, expert_spec()
-    )
+    experts = kind.load(LayerTensors("", weights, TorchKernels()), NAMES, HIDDEN, expert_spec())
     gc.collect()
     assert len(weights.storages) == 3 * NUM_EXPERTS
     assert [storage for storage in weights.storages if storage() is not None] == []
