@@ -32,7 +32,7 @@ def check_experts(spec: DecoderSpec, name: str, device: torch.device) -> Check:
         prefix, UpcastWeights(weights), kernels_for(device, torch.float32, "torch")
     )
     gate = stacked.weight(spec.names.router, (experts.num_experts, spec.hidden_size))
-    router, sizes = Router(experts, gate), (spec.names.expert, spec.hidden_size, experts)
+    router, sizes = Router(experts, gate), (spec.names, spec.hidden_size, experts)
     found, expected = (
         SparseMlp(experts, router, kind.load(tensors, *sizes), None)
         for kind, tensors in ((StackedExperts, stacked), (SeparateExperts, separate))

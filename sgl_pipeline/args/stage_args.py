@@ -83,6 +83,9 @@ class StageArgs:
     context_length: int | None = upstream_flag(None, "--context-length", check=at_least(2))
     rope_overrides: str = upstream_flag("{}", "--json-model-override-args")
     max_total_tokens: int | None = upstream_flag(None, "--max-total-tokens", check=at_least(1))
+    num_state_slots: int = without_flag(
+        0, "the launcher chooses it for models with states; 0: the model has none"
+    )
     memory_fraction: float = upstream_flag(0.88, "--mem-fraction-static")
     cpu_threads: int | None = our_flag(
         None,

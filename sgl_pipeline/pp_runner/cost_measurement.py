@@ -227,6 +227,7 @@ def _step_inputs(step: MadeUpStep, spec: ModelSpec, shape: AttentionShape) -> St
             prompt_length=end,
             tokens=array("i", [number % spec.vocab_size]) * end,
             pages=array("i", range(first_page, num_pages)),
+            state_slot=number if spec.has_states else None,
         )
         chunks.append(MirroredChunk(request, start, end - start, samples=is_decode))
     return build_step_inputs(chunks, shape.page_size, shape.device)

@@ -191,7 +191,7 @@ def make_step_layers(
 ) -> StepLayers:
     """The way in which steps run `held_layers`, prepared for steps of `epoch`, which run `layers`.
     With graphs the pool must have a padding page, and all layers have `shape`."""
-    backend = attention.of(0)
+    backend = attention.any
     if isinstance(backend, CpuAttention) and held_layers.model.plain_steps is not None:
         return RecordedLayers(held_layers, attention)
     if not with_graphs:

@@ -33,7 +33,8 @@ DEFAULT_CPU_KV_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """Number of pages that a stage can hold, and the bytes of one (all layers of the stage)."""
+    """Number of pages that a stage can hold, and the bytes of one (all layers of the stage; 0 where
+    all of them have states)."""
 
     num_pages: int
     page_bytes: int
@@ -72,7 +73,8 @@ def kv_page_capacity(
     To be called when its weights are loaded.
 
     With `max_total_tokens` they hold this many tokens, rounded down to pages; without it their
-    number is fixed on a CPU, and on a GPU they fill the room of `gpu_memory.kv_room`.
+    number is fixed on a CPU, and on a GPU they fill the room of `gpu_memory.kv_room`. The states of
+    all slots take their memory first.
 
     Args:
         layer_bytes: bytes of the weights of a layer that may come.
@@ -97,11 +99,15 @@ def kv_page_capacity(
         # All stages measure before any allocates, and all take from the same memory. Pages of a
         # layer take the same memory on any stage.
         share_bytes = available_memory_bytes() * num_layers // assignment.plan.num_layers
-        room = KvRoom(share_bytes, has_more=False)
-    pages_that_fit = room.num_bytes // page_bytes
+        room = KvRoom(share_bytes - _state_bytes(assignment, spec), has_more=False)
     tokens = args.max_total_tokens
     if tokens is None and device.type == "cpu":
         tokens = DEFAULT_CPU_KV_TOKENS
+    if page_bytes:
+        pages_that_fit = room.num_bytes // page_bytes
+    else:  # of layers with states alone, which fit or do not
+        assert tokens is not None, "StageArgs refuse states on a GPU"
+        pages_that_fit = tokens // assignment.page_size if room.num_bytes >= 0 else 0
     num_pages = pages_that_fit if tokens is None else tokens // assignment.page_size
     if assignment.fewer_pages_do:
         num_pages = min(num_pages, max(1, pages_that_fit))
@@ -111,8 +117,21 @@ def kv_page_capacity(
             "raise it or lower --page-size"
         )
     if num_pages > pages_that_fit or num_pages < 1:
-        raise ConfigurationError(_no_room_message(assignment, page_bytes, num_pages, room))
+        message = _no_room_message(assignment, page_bytes, num_pages, room)
+        if state_bytes := _state_bytes(assignment, spec):
+            message += (
+                f". Beside it {args.num_state_slots} state slots take {state_bytes / 2**20:.0f} "
+                "MiB; lower --max-mamba-cache-size"
+            )
+        raise ConfigurationError(message)
     return KvCapacity(num_pages, page_bytes)
+
+
+def _state_bytes(assignment: StageAssignment, spec: ModelSpec) -> int:
+    """Bytes of the states of all slots in the stage's layers."""
+    args, layers = assignment.args, assignment.plan.layers_of(assignment.stage)
+    shapes = [shape for layer in layers if (shape := spec.state_of(layer)) is not None]
+    return args.num_state_slots * sum(shape.bytes_per_slot(args.dtype) for shape in shapes)
 
 
 def _no_room_message(

@@ -9,9 +9,10 @@ from typing import Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, LayerwiseAttention
+from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, StageAttention
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import StepStates, state_pool_of
 from sgl_pipeline.pp_runner.base.kv_format import encode, head_dim_of
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.call_recording import record
@@ -45,7 +46,7 @@ class NativeLayers:
         spec: DecoderSpec,
         firsts: Sequence[int],
         shapes: Sequence[AttentionShape],
-        attention: LayerwiseAttention,
+        attention: StageAttention,
         kernels: LayerKernels,
         weights: MadeUpWeights,
     ) -> None:
@@ -62,13 +63,21 @@ class NativeLayers:
         return [self._call(layer, inputs) for layer in self._layers]
 
     def _call(self, layer: DecoderLayer, inputs: StepInputs) -> Call:
-        kv_pool = written_pool([layer.layer], self._shapes, inputs)
-        spec = self._spec
-        rotary = RotaryEmbedding(spec.rope, spec.head_dim, self._shapes[0].device)
+        spec, shapes = self._spec, self._shapes
+        kv_pool = written_pool([layer.layer], shapes, inputs)
+        state_pool = state_pool_of(
+            [layer.layer],
+            spec.states,
+            inputs.layout.num_chunks,
+            shapes[0].dtype,
+            shapes[0].device,
+        )
+        states = None if state_pool is None else StepStates.of(inputs, state_pool)
+        rotary = RotaryEmbedding(spec.rope, spec.head_dim, shapes[0].device)
         rotation = rotary.at(inputs.positions)
         stream = self._weights.read("", (inputs.num_tokens, spec.hidden_size))
 
-        return _call_of(layer, inputs, stream, rotation, kv_pool, self._attention)
+        return _call_of(layer, inputs, stream, rotation, kv_pool, self._attention, states)
 
 
 class GenericLayers:
@@ -86,7 +95,7 @@ class GenericLayers:
         path: str,
         firsts: Sequence[int],
         shapes: Sequence[AttentionShape],
-        attention: LayerwiseAttention,
+        attention: StageAttention,
         kernels: LayerKernels,
         weights: MadeUpWeights,
     ) -> None:
@@ -134,22 +143,38 @@ def _call_of(
     stream: torch.Tensor,
     rotation: Rotation,
     kv_pool: KvPool,
-    attention: LayerwiseAttention,
+    attention: StageAttention,
+    states: StepStates | None = None,
 ) -> Call:
     """The layer as a stage runs it, from its input: from recorded calls where it can be."""
 
     def call() -> torch.Tensor:
-        return layer.forward(stream, rotation, inputs.slots, kv_pool, attention)
+        return layer.forward(stream, rotation, inputs.slots, kv_pool, attention, states=states)
 
-    is_compiled = isinstance(attention.of(layer.layer), CpuAttention)
+    is_compiled = isinstance(attention.any, CpuAttention)
     if not is_compiled or inputs.num_tokens > MOST_ROWS:
         return call
-    variables = (*step_variables(inputs, stream, rotation), *kv_pool.pages(layer.layer))
+    variables = (
+        *step_variables(inputs, stream, rotation),
+        *_kept(layer.layer, kv_pool, states),
+    )
     _, calls = record(call, variables, inputs.num_tokens)
     if calls is None:
         return call
     sizes = (inputs.num_tokens, inputs.layout.num_chunks, torch.get_num_threads())
     return partial(calls.run, variables, *sizes)
+
+
+def _kept(
+    layer: int, kv_pool: KvPool, states: StepStates | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensors in which `layer` keeps what it needs of earlier tokens."""
+    keys, values = kv_pool.pages(layer)
+    if keys.numel():
+        return keys, values
+    assert states is not None
+    kept = states.pool.states(layer)
+    return kept.recurrent, kept.conv
 
 
 def written_pool(

@@ -90,9 +90,16 @@ class RecordedLayers:
     def _pass_layers(
         self, inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
-        pool = self._held_layers.kv_pool
+        held = self._held_layers
         return pass_plain_layers(
-            self._steps, self._planned, inputs, stream, rotation, pool, self._attention
+            self._steps,
+            self._planned,
+            inputs,
+            stream,
+            rotation,
+            held.kv_pool,
+            self._attention,
+            held.state_pool,
         )
 
     def _forget(self, layer: int) -> None:
@@ -104,8 +111,9 @@ def step_variables(
     inputs: StepInputs, stream: torch.Tensor, rotation: Rotation
 ) -> Sequence[torch.Tensor]:
     """The values that differ from step to step, in one order."""
-    layout = inputs.layout
+    layout, states = inputs.layout, inputs.states
     return (
+        *(() if states is None else (states.slots, states.starts_anew)),
         stream,
         rotation.cosine,
         rotation.sine,

@@ -12,6 +12,7 @@ import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import state_pool_of
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs, written_pages
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.device import make_download, make_upload
@@ -77,6 +78,13 @@ class StageRunner:
                 has_padding_page=self.graphs.is_on,
                 max_layers=assignment.max_layers or 0,
             ),
+            state_pool_of(
+                model.layers,
+                model.spec.states,
+                args.num_state_slots,
+                shapes[0].dtype,
+                self.device,
+            ),
         )
         first_plan = assignment.plan
         self._plans = KnownPlans(first_plan)
@@ -125,8 +133,8 @@ class StageRunner:
         """Applies `plan`, runs the recomputations for lost stages, and does all work of the step
         that needs no activations.
 
-        Raises ProtocolError when the stage does not know the step's epoch or does not hold the
-        layers that it runs, and as `StageReplays.run`.
+        Raises ProtocolError when the stage does not know the step's epoch, does not hold the layers
+        that it runs or lacks its state slots, and as `StageReplays.run`.
         """
         layers = self._layers_of(plan)
         chunks = self._mirror.apply(plan)
@@ -147,6 +155,8 @@ class StageRunner:
         again: Sequence[MirroredChunk] = (),
     ) -> PreparedStep:
         inputs = build_step_inputs(chunks, self.page_size, self.device, self._upload)
+        if self.held_layers.state_pool is not None:
+            self.held_layers.state_pool.check(inputs)
         if inputs.lent is not None:
             self.offload.begin(inputs, layers)
         self._layers_for(inputs).plan(epoch, layers, inputs)
@@ -209,7 +219,7 @@ class StageRunner:
 
     def rehearse(self, on_step: Callable[[], None] = lambda: None) -> None:
         """Runs made-up steps like real ones, except the links. To be called before the first order;
-        leaves no trace: the pages are zeros again.
+        leaves no trace: the pages are zeros again, and a request's states begin as zeros.
 
         Args:
             on_step: called before each step.
@@ -218,7 +228,11 @@ class StageRunner:
         plan = self._plans.newest
         kv_pool = self.held_layers.kv_pool
         used_pages: set[int] = set()
-        for chunks in rehearsed_steps(kv_pool.num_pages, page_size, model.spec.context_length):
+        state_pool = self.held_layers.state_pool
+        num_state_slots = None if state_pool is None else state_pool.num_slots
+        for chunks in rehearsed_steps(
+            kv_pool.num_pages, page_size, model.spec.context_length, num_state_slots
+        ):
             on_step()
             layers = plan.layers_of(self.stage)
             step = self._prepared(0, plan.epoch, layers, chunks, time.monotonic())

@@ -27,7 +27,8 @@ class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
     `handle` is unique for the life of the server. `prompt_length` splits the tokens so far into
     prompt and output. `logprobs.prompt_start` is the first position whose row is still wanted.
     With a `lease` its keys and values are on another server, and its only page here takes those of
-    its rows of a step, at their places in a page; its chunks come last in a step.
+    its rows of a step, at their places in a page; its chunks come last in a step. `state_slot` is
+    where it keeps its states, given if and only if the model has layers with a state.
     """
 
     handle: int
@@ -35,6 +36,7 @@ class RequestOpen(msgspec.Struct, frozen=True, array_like=True):
     prompt_length: int
     logprobs: LogprobSpec | None = None
     lease: Lease | None = None
+    state_slot: int | None = None
 
 
 class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -186,6 +188,7 @@ class MirroredRequest:
     pages: "array[int]"
     logprobs: LogprobSpec | None = None
     lease: Lease | None = None
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +263,7 @@ class RequestMirror:
             array(INT32),
             opened.logprobs,
             opened.lease,
+            opened.state_slot,
         )
 
     def _extend(self, chunk: ChunkOrder) -> MirroredChunk:

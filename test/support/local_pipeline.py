@@ -284,6 +284,7 @@ def open_stage(
     log_pages: int | None = None,
     spec: ModelSpec | None = None,
     run_directory: str = "",
+    num_state_slots: int = 0,
 ) -> StageRunner:
     """One stage of it, by itself; it keeps the rows that it sends of `log_pages` pages."""
     spec = read_model_spec(model_path, quantization) if spec is None else spec
@@ -298,6 +299,7 @@ def open_stage(
             layer_kernels=layer_kernels,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            num_state_slots=num_state_slots,
         ),
         page_size=page_size,
         links=(),

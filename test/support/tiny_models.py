@@ -30,10 +30,20 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCAB_SIZE = 320
@@ -69,6 +79,27 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
 }
 _SHARED_EXPERT: dict[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 80}
+
+# Two of three layers have a state, with two value heads for each key head. Heads of 32, so that a
+# quarter of them, which is rotated, has several pairs.
+_STATES: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+}
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
 
 # name: (model class, config class, what differs from _SIZES, bytes of a shard or None)
 _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | None]] = {
@@ -190,6 +221,41 @@ _VARIANTS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | No
         None,
     ),
 }
+# Those whose layers have states.
+_HYBRIDS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | None]] = {
+    "qwen3.5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _STATES, None),
+    "qwen3.5-tied-biases": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        {**_STATES, "tie_word_embeddings": True, "attention_bias": True},
+        None,
+    ),
+    "qwen3.5-moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig,
+        {**_STATES, **_SHARED_EXPERT},
+        None,
+    ),
+    "qwen3-next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {**_STATES, **_SHARED_EXPERT, "mlp_only_layers": [1]},
+        None,
+    ),
+    "qwen3.5-multimodal": (
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5Config,
+        {"text_config": {**_SIZES, **_STATES}, "vision_config": _VISION},
+        None,
+    ),
+    "qwen3.5-moe-multimodal": (
+        Qwen3_5MoeForConditionalGeneration,
+        Qwen3_5MoeConfig,
+        {"text_config": {**_SIZES, **_STATES, **_SHARED_EXPERT}, "vision_config": _VISION},
+        None,
+    ),
+}
+HYBRID_MODELS = (*_HYBRIDS,)
 TINY_MODELS = (*_VARIANTS, "chatglm")
 
 # By rope type; the original contexts are shorter than the tests' prompts.
@@ -266,8 +332,8 @@ def _session_directory() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def tiny_model(name: str) -> Path:
-    """The directory of a checkpoint from TINY_MODELS, or of one with a stretched context; written
-    once per test session.
+    """The directory of a checkpoint from TINY_MODELS or HYBRID_MODELS, or of one with a stretched
+    context; written once per test session.
 
     Biases and norm weights are random too: transformers starts them at 0 and 1, where a decoder
     that forgets them would pass.
@@ -276,13 +342,17 @@ def tiny_model(name: str) -> Path:
     if name == "chatglm":
         _write_chatglm(directory)
         return directory
-    model_class, config_class, changes, shard_bytes = (_VARIANTS | _LONG_CONTEXT)[name]
-    torch.manual_seed((*TINY_MODELS, *_LONG_CONTEXT).index(name))
-    model = model_class(config_class(**{**_SIZES, **changes}))
+    variants = _VARIANTS | _LONG_CONTEXT | _HYBRIDS
+    model_class, config_class, changes, shard_bytes = variants[name]
+    torch.manual_seed((*TINY_MODELS, *_LONG_CONTEXT, *_HYBRIDS).index(name))
+    sizes = {} if "text_config" in changes else _SIZES
+    model = model_class(config_class(**{**sizes, **changes}))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0.0, 0.2)
+            elif parameter_name.endswith("A_log"):
+                parameter.uniform_(-3.0, 1.5)  # states forget some tokens at once and keep others
             elif "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(directory, max_shard_size=shard_bytes or "5GB")

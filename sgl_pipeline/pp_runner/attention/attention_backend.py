@@ -24,6 +24,7 @@ class LayerAttention:
     A key's score is `scale` times its product with the query, then, if there is a `softcap` c,
     c * tanh(score / c). A row sees the last `window` keys, its own among them; None: all up to its
     own. With sinks each query head has one logit more in its softmax, whose weight is dropped.
+    Without heads the layer attends to no keys, and its pages have no bytes.
     """
 
     num_query_heads: int
@@ -34,6 +35,17 @@ class LayerAttention:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+
+    @property
+    def has_heads(self) -> bool:
+        """True if the layer attends to keys."""
+        return self.num_query_heads > 0
+
+
+# Of a layer that keeps a state in place of keys and values.
+NO_ATTENTION = LayerAttention(
+    num_query_heads=0, num_kv_heads=0, head_dim=0, value_dim=0, scale=1.0, window=0
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,21 +123,29 @@ class StageAttention:
 
     Args:
         shapes: of all layers of the model, in their order.
-        make: makes the backend of a shape; called once for each that differs.
+        make: makes the backend of a shape with heads; called once for each that differs.
     """
 
     def __init__(
         self, shapes: Sequence[AttentionShape], make: Callable[[AttentionShape], AttentionBackend]
     ) -> None:
-        self._backends = {shape: make(shape) for shape in dict.fromkeys(shapes)}
-        self._of_layers = [self._backends[shape] for shape in shapes]
+        attended = dict.fromkeys(shape for shape in shapes if shape.has_heads)
+        self._backends = {shape: make(shape) for shape in attended}
+        self._of_layers = [self._backends.get(shape) for shape in shapes]
 
     def plan(self, layout: PagedLayout) -> None:
         for backend in self._backends.values():
             backend.plan(layout)
 
     def of(self, layer: int) -> AttentionBackend:
-        return self._of_layers[layer]
+        backend = self._of_layers[layer]
+        assert backend is not None, f"layer {layer} has no attention"
+        return backend
+
+    @property
+    def any(self) -> AttentionBackend:
+        """The backend of one of the shapes."""
+        return next(iter(self._backends.values()))
 
 
 @dataclass(frozen=True, slots=True)

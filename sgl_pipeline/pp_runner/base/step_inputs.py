@@ -63,7 +63,8 @@ class StepInputs:
     stage's device; `slots[t]` is `page * page_size + offset`, where row t's key and value go.
     `sampling[s]` and `sample_positions[s]` belong to row `sample_rows[s]`: the spec, and the
     position that the drawn token will have in its request (int64, host). `layout` is that of the
-    rows before `lent`, if there are such: their attention is computed elsewhere.
+    rows before `lent`, if there are such: their attention is computed elsewhere. `states` are
+    those of all chunks; None where requests have no state slots.
     """
 
     token_ids: torch.Tensor  # [T]
@@ -74,6 +75,7 @@ class StepInputs:
     sample_positions: torch.Tensor  # [S]
     sampling: tuple[SamplingSpec, ...]
     lent: LentRows | None = None
+    states: StateRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +97,8 @@ def build_step_inputs(
     Args:
         upload: brings the tensors to `device`; by default each separately.
 
-    Raises ProtocolError for chunks of leases that are not the last ones, or not within a page.
+    Raises ProtocolError for chunks of leases that are not the last ones, or not within a page, and
+    where only some requests have a state slot, or two the same one.
     """
     num_local = _num_local(chunks)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
@@ -142,6 +145,7 @@ def build_step_inputs(
         sample_positions=torch.from_numpy(ends[sampled_chunk] - to_end + 1),
         sampling=tuple(chunks[index].request.sampling for index in sampled_chunk.tolist()),
         lent=_lent_rows(chunks, num_local, query_indptr),
+        states=_state_rows(chunks, starts, device),
     )
 
 
@@ -218,6 +222,18 @@ def _lent_rows(
     if num_local == len(chunks):
         return None
     return LentRows(int(query_indptr[num_local]), chunks[num_local:])
+
+
+def _state_rows(
+    chunks: Sequence[MirroredChunk], starts: np.ndarray, device: torch.device
+) -> StateRows | None:
+    slots = [chunk.request.state_slot for chunk in chunks]
+    given = [slot for slot in slots if slot is not None]
+    if not given:
+        return None
+    if len({*given}) < len(slots):
+        raise ProtocolError(f"the chunks of a step have the state slots {slots}")
+    return StateRows(to_device(np.array(given, np.int64), device), to_device(starts == 0, device))
 
 
 def _lease_page(chunk: MirroredChunk, page_size: int) -> np.ndarray:

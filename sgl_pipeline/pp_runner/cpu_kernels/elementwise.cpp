@@ -43,7 +43,8 @@ inline float inverse_root_mean(Vec squares, int size, float epsilon) {
 }
 
 template <typename T>
-void norm_row(const T* row, const T* weight, T* normed, int size, float epsilon) {
+void norm_row(const T* row, const T* weight, float weight_offset, T* normed, int size,
+              float epsilon) {
   Vec squares{};
   for_vectors(size, [&](int offset, int count) {
     const Vec x = load(row + offset, count);
@@ -51,7 +52,8 @@ void norm_row(const T* row, const T* weight, T* normed, int size, float epsilon)
   });
   const float scale = inverse_root_mean(squares, size, epsilon);
   for_vectors(size, [&](int offset, int count) {
-    store(normed + offset, load(row + offset, count) * scale * load(weight + offset, count), count);
+    const Vec factors = load(weight + offset, count) + weight_offset;
+    store(normed + offset, load(row + offset, count) * scale * factors, count);
   });
 }
 
@@ -93,6 +95,7 @@ struct Heads {
   int head_dim;
   int rotated_dims;
   bool interleaved;
+  float weight_offset;
   float epsilon;
 
   KvFormat kv_format;
@@ -142,7 +145,8 @@ void place_head(const T* source, const T* norm_weight, const float* cosine, cons
   }
   const auto normed = [&](int offset, int count) {
     const Vec x = load(source + offset, count);
-    return norm_weight == nullptr ? x : x * scale * load(norm_weight + offset, count);
+    if (norm_weight == nullptr) return x;
+    return x * scale * (load(norm_weight + offset, count) + heads.weight_offset);
   };
   if (heads.rotates_whole_vectors()) {
     const int pairs = heads.rotated_dims / 2;
@@ -218,7 +222,7 @@ void place_heads(int64_t num_rows, const Heads& heads, const void* qkv, const vo
 
 template <typename T>
 void norm_rows(int64_t num_rows, int size, const T* rows, const T* added, const T* weight,
-               float epsilon, T* sums, T* normed, int num_threads) {
+               float weight_offset, float epsilon, T* sums, T* normed, int num_threads) {
   for_rows(num_rows, size, num_threads, [&](int64_t row) {
     const int64_t begin = row * size;
     const T* source = rows + begin;
@@ -226,7 +230,7 @@ void norm_rows(int64_t num_rows, int size, const T* rows, const T* added, const 
       add_row(source, added + begin, sums + begin, size);
       source = sums + begin;
     }
-    norm_row(source, weight, normed + begin, size, epsilon);
+    norm_row(source, weight, weight_offset, normed + begin, size, epsilon);
   });
 }
 
@@ -236,6 +240,17 @@ void gate_rows(int64_t num_rows, int size, const void* gate_up, void* gated, Gat
   for_rows(num_rows, size, num_threads, [&](int64_t row) {
     const T* const gate = static_cast<const T*>(gate_up) + row * 2 * size;
     gate_row(gate, gate + size, static_cast<T*>(gated) + row * size, size, function);
+  });
+}
+
+template <typename T>
+void gate_outputs(int64_t num_rows, int size, const void* rows, const void* gate, void* gated,
+                  int num_threads) {
+  const auto function = [](Vec gate, Vec x) { return x * sigmoid(gate); };
+  for_rows(num_rows, size, num_threads, [&](int64_t row) {
+    const int64_t begin = row * size;
+    gate_row(static_cast<const T*>(gate) + begin, static_cast<const T*>(rows) + begin,
+             static_cast<T*>(gated) + begin, size, function);
   });
 }
 
@@ -260,18 +275,19 @@ T* as(void* pointer) {
 
 // All tensors below are contiguous and of one type, bf16 or fp32, unless their type says otherwise.
 
-// normed = rms_norm(rows) * weight; where `added` is given, sums = rows + added, and of these.
+// normed = rms_norm(rows) * (weight + weight_offset); where `added` is given, sums = rows + added,
+// and of these.
 // rows, added, sums, normed [num_rows, size], weight [size].
 extern "C" void sglp_rms_norm(int is_bf16, int64_t num_rows, int size, const void* rows,
-                              const void* added, const void* weight, float epsilon, void* sums,
-                              void* normed, int num_threads) {
+                              const void* added, const void* weight, float weight_offset,
+                              float epsilon, void* sums, void* normed, int num_threads) {
   if (is_bf16)
     norm_rows<BFloat16>(num_rows, size, as<BFloat16>(rows), as<BFloat16>(added),
-                        as<BFloat16>(weight), epsilon, as<BFloat16>(sums), as<BFloat16>(normed),
-                        num_threads);
+                        as<BFloat16>(weight), weight_offset, epsilon, as<BFloat16>(sums),
+                        as<BFloat16>(normed), num_threads);
   else
-    norm_rows<float>(num_rows, size, as<float>(rows), as<float>(added), as<float>(weight), epsilon,
-                     as<float>(sums), as<float>(normed), num_threads);
+    norm_rows<float>(num_rows, size, as<float>(rows), as<float>(added), as<float>(weight),
+                     weight_offset, epsilon, as<float>(sums), as<float>(normed), num_threads);
 }
 
 // sums = rows + added, all [num_rows, size].
@@ -286,16 +302,18 @@ extern "C" void sglp_add(int is_bf16, int64_t num_rows, int size, const void* ro
 }
 
 // Rows of qkv [T, (Hq + 2 Hkv) * D] to query [T, Hq, D] and into slots [T] of the pages
-// [N, S, Hkv, D], or [N, S, Hkv, row of codes], of the rounded numbers. Queries and keys are normed by query_norm and key_norm [D], where given, and
-// their first rotated_dims dimensions rotated by cosine and sine [T, rotated_dims / 2].
+// [N, S, Hkv, D], or [N, S, Hkv, row of codes], of the rounded numbers. Queries and keys are normed
+// by query_norm and key_norm [D] plus weight_offset, where given, and their first rotated_dims
+// dimensions rotated by cosine and sine [T, rotated_dims / 2].
 extern "C" void sglp_place_heads(int is_bf16, int64_t num_rows, int num_query_heads,
                                  int num_kv_heads, int head_dim, int rotated_dims, int interleaved,
-                                 int kv_format, const void* qkv, const void* query_norm, const void* key_norm,
-                                 float epsilon, const float* cosine, const float* sine,
-                                 const int64_t* slots, void* query, void* key_pages,
-                                 void* value_pages, int num_threads) {
-  const Heads heads{num_query_heads,  num_kv_heads, head_dim, rotated_dims,
-                    interleaved != 0, epsilon,      static_cast<KvFormat>(kv_format)};
+                                 int kv_format, const void* qkv, const void* query_norm,
+                                 const void* key_norm, float weight_offset, float epsilon,
+                                 const float* cosine, const float* sine, const int64_t* slots,
+                                 void* query, void* key_pages, void* value_pages,
+                                 int num_threads) {
+  const Heads heads{num_query_heads,  num_kv_heads,  head_dim, rotated_dims,
+                    interleaved != 0, weight_offset, epsilon,  static_cast<KvFormat>(kv_format)};
   const auto run = is_bf16 ? place_heads<BFloat16> : place_heads<float>;
   run(num_rows, heads, qkv, query_norm, key_norm, cosine, sine, slots, query, key_pages,
       value_pages, num_threads);
@@ -313,6 +331,13 @@ extern "C" void sglp_clamped_gate(int is_bf16, int64_t num_rows, int size, float
                                   const void* gate_up, void* gated, int num_threads) {
   const auto run = is_bf16 ? gate_rows<BFloat16, ClampedGate> : gate_rows<float, ClampedGate>;
   run(num_rows, size, gate_up, gated, ClampedGate{alpha, limit}, num_threads);
+}
+
+// gated = rows * sigmoid(gate), all [num_rows, size].
+extern "C" void sglp_output_gate(int is_bf16, int64_t num_rows, int size, const void* rows,
+                                 const void* gate, void* gated, int num_threads) {
+  const auto run = is_bf16 ? gate_outputs<BFloat16> : gate_outputs<float>;
+  run(num_rows, size, rows, gate, gated, num_threads);
 }
 
 // reordered[row][i] = rows[row][order[i]], all of them bf16 [num_rows, size].

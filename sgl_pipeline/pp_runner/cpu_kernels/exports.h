@@ -33,20 +33,22 @@ void sglp_paged_attention(int arithmetic, const void* query, int64_t query_row_s
                           int value_dim, float scale, int window, float softcap,
                           const float* SGLP_OR_NULL sinks, int kv_format, int num_threads);
 void sglp_rms_norm(int is_bf16, int64_t num_rows, int size, const void* rows,
-                   const void* SGLP_OR_NULL added, const void* weight, float epsilon,
-                   void* SGLP_OR_NULL sums, void* normed, int num_threads);
+                   const void* SGLP_OR_NULL added, const void* weight, float weight_offset,
+                   float epsilon, void* SGLP_OR_NULL sums, void* normed, int num_threads);
 void sglp_add(int is_bf16, int64_t num_rows, int size, const void* rows, const void* added,
               void* sums, int num_threads);
 void sglp_place_heads(int is_bf16, int64_t num_rows, int num_query_heads, int num_kv_heads,
                       int head_dim, int rotated_dims, int interleaved, int kv_format,
                       const void* qkv, const void* SGLP_OR_NULL query_norm,
-                      const void* SGLP_OR_NULL key_norm, float epsilon, const float* cosine,
-                      const float* sine, const int64_t* slots, void* query, void* key_pages,
-                      void* value_pages, int num_threads);
+                      const void* SGLP_OR_NULL key_norm, float weight_offset, float epsilon,
+                      const float* cosine, const float* sine, const int64_t* slots, void* query,
+                      void* key_pages, void* value_pages, int num_threads);
 void sglp_gate(int is_bf16, int64_t num_rows, int size, const void* gate_up, void* gated,
                int num_threads);
 void sglp_clamped_gate(int is_bf16, int64_t num_rows, int size, float alpha, float limit,
                        const void* gate_up, void* gated, int num_threads);
+void sglp_output_gate(int is_bf16, int64_t num_rows, int size, const void* rows, const void* gate,
+                      void* gated, int num_threads);
 void sglp_reorder(int64_t num_rows, int size, const void* rows, const int64_t* order,
                   void* reordered, int num_threads);
 void sglp_gated_delta(int is_bf16, const int32_t* query_indptr, int num_chunks, int num_key_heads,

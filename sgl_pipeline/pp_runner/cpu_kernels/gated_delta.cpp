@@ -99,11 +99,6 @@ inline Vec exp_any(Vec x) {
   return x < 0.0f ? small : 1.0f / small;
 }
 
-inline Vec sigmoid(Vec x) {
-  const Vec small = exp_nonpositive(x < 0.0f ? x : -x);
-  return (x < 0.0f ? small : broadcast(1.0f)) * reciprocal(1.0f + small);
-}
-
 // log(1 + exp(x)): with y = exp(-|x|), log(1 + y) = 2 atanh(y / (2 + y)), whose argument is at most
 // 1 / 3. Relative error below 1e-6.
 inline Vec softplus(Vec x) {

@@ -68,6 +68,7 @@ class CpuKernels:
         self.add = kernel("add")
         self.gate = kernel("gate")
         self.clamped_gate = kernel("clamped_gate")
+        self.output_gate = kernel("output_gate")
         self.reorder = kernel("reorder")
         # The gated delta rule, with a state per request (gated_delta.cpp).
         self.gated_delta = kernel("gated_delta")

@@ -53,6 +53,7 @@ constexpr Kernel kKernels[] = {
     {"place_heads", Recorded<sglp_place_heads>::run},
     {"gate", Recorded<sglp_gate>::run},
     {"clamped_gate", Recorded<sglp_clamped_gate>::run},
+    {"output_gate", Recorded<sglp_output_gate>::run},
     {"reorder", Recorded<sglp_reorder>::run},
     {"gated_delta", Recorded<sglp_gated_delta>::run},
     {"product", Recorded<sglp_product>::run},

@@ -199,10 +199,12 @@ inline Vec hyperbolic_tangent(Vec x) {
   return x < 0.0f ? -size : size;
 }
 
-// x / (1 + exp(-x)): the exponential is taken where it is at most 1.
-inline Vec silu(Vec x) {
+// 1 / (1 + exp(-x)): the exponential is taken where it is at most 1.
+inline Vec sigmoid(Vec x) {
   const Vec small = exp_nonpositive(x < 0.0f ? x : -x);
-  return x * ((x < 0.0f ? small : broadcast(1.0f)) * reciprocal(1.0f + small));
+  return (x < 0.0f ? small : broadcast(1.0f)) * reciprocal(1.0f + small);
 }
+
+inline Vec silu(Vec x) { return x * sigmoid(x); }
 
 }  // namespace

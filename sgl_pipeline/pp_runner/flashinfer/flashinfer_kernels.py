@@ -226,6 +226,9 @@ class FlashInferKernels:
     def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
         raise NotImplementedError("`moe.py` refuses models with this gate on GPUs")
 
+    def output_gate(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("models with states, which have such gates, are refused on GPUs")
+
     def gated_delta(
         self,
         qkv: torch.Tensor,

@@ -147,6 +147,7 @@ class CompiledKernels:
             qkv=qkv,
             query_norm=norms.query if norms else None,
             key_norm=norms.key if norms else None,
+            weight_offset=norms.offset if norms else 0.0,
             epsilon=norms.epsilon if norms else 0.0,
             cosine=cosine,
             sine=sine,
@@ -187,6 +188,22 @@ class CompiledKernels:
         )
         return gated
 
+    def output_gate(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See `LayerKernels.output_gate`."""
+        _check(rows.dtype, rows, gate)
+        assert gate.shape == rows.shape
+        gated = torch.empty_like(rows)
+        self._kernels.output_gate(
+            is_bf16=rows.dtype == torch.bfloat16,
+            num_rows=rows.shape[0],
+            size=rows.shape[1],
+            rows=rows,
+            gate=gate,
+            gated=gated,
+            num_threads=torch.get_num_threads(),
+        )
+        return gated
+
     def gated_delta(
         self,
         qkv: torch.Tensor,
@@ -221,6 +238,7 @@ class CompiledKernels:
             rows=rows,
             added=added,
             weight=norm.weight,
+            weight_offset=norm.offset,
             epsilon=norm.epsilon,
             sums=sums,
             normed=normed,

@@ -17,18 +17,22 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
 
 class RmsNorm(NamedTuple):
-    """Root mean square norm (arXiv 1910.07467) over the last dimension, times `weight` [H]."""
+    """Root mean square norm (arXiv 1910.07467) over the last dimension, times `weight` [H] plus
+    `offset`."""
 
     weight: torch.Tensor
     epsilon: float
+    offset: float = 0.0
 
 
 class HeadNorms(NamedTuple):
-    """The norms of every query head and every key head, by their weights [D]."""
+    """The norms of every query head and every key head, by their weights [D], to which `offset` is
+    added."""
 
     query: torch.Tensor
     key: torch.Tensor
     epsilon: float
+    offset: float = 0.0
 
 
 class Rotation(NamedTuple):
@@ -132,6 +136,9 @@ class LayerKernels(Protocol):
 
     def clamped_gate(self, gate_up: torch.Tensor, clamp: GateClamp) -> torch.Tensor:
         """The same with another gate."""
+
+    def output_gate(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """`rows * sigmoid(gate)`, all [T, any]."""
 
     def gated_delta(
         self,

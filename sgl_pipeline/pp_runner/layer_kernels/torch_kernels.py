@@ -36,7 +36,10 @@ class TorchKernels:
         return GatedLinear(self.linear(weight, bias), self.gate)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
-        return F.rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
+        if not norm.offset:
+            return F.rms_norm(rows, norm.weight.shape, norm.weight, norm.epsilon)
+        weight = norm.weight.float() + norm.offset
+        return F.rms_norm(rows.float(), weight.shape, weight, norm.epsilon).to(rows.dtype)
 
     def add_norm(
         self,
@@ -64,8 +67,8 @@ class TorchKernels:
         num_query_heads = heads.shape[1] - 2 * num_kv_heads
         query, key, value = heads.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
         if norms is not None:
-            query = norms.query * F.rms_norm(query, (head_dim,), None, norms.epsilon)
-            key = norms.key * F.rms_norm(key, (head_dim,), None, norms.epsilon)
+            query = _normed_heads(query, norms.query, norms)
+            key = _normed_heads(key, norms.key, norms)
         for store, rows in zip(pages, (rotate(key, rotation), value), strict=True):
             write_rows(store, slots, rows)
         return rotate(query, rotation)
@@ -79,6 +82,9 @@ class TorchKernels:
         gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
         return (up + 1) * (gate * (gate * clamp.alpha).sigmoid())
 
+    def output_gate(self, rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return rows * gate.sigmoid()
+
     def gated_delta(
         self,
         qkv: torch.Tensor,
@@ -91,6 +97,13 @@ class TorchKernels:
         pool: LayerStates,
     ) -> torch.Tensor:
         return gated_delta(qkv, z, b, a, weights, states, query_indptr, pool)
+
+
+def _normed_heads(heads: torch.Tensor, weight: torch.Tensor, norms: HeadNorms) -> torch.Tensor:
+    if not norms.offset:
+        return weight * F.rms_norm(heads, weight.shape, None, norms.epsilon)
+    normed = F.rms_norm(heads.float(), weight.shape, None, norms.epsilon)
+    return (normed * (weight.float() + norms.offset)).to(heads.dtype)
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:

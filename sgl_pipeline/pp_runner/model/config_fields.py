@@ -9,6 +9,21 @@ from typing import Any
 
 from sgl_pipeline.errors import ConfigurationError
 
+# Fields of a multimodal config that are not repeated, or win, where its text model is described.
+_OF_WHOLE_MODEL = (
+    "architectures dtype torch_dtype eos_token_id quantization_config tie_word_embeddings"
+).split()
+
+
+def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the text model of a multimodal config, as a text model's config has them; any
+    other `config` as it is."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    of_all = {name: config[name] for name in _OF_WHOLE_MODEL if config.get(name) is not None}
+    return {**text, **of_all}
+
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:

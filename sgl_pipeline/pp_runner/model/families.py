@@ -18,6 +18,32 @@ class MlpNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateNames:
+    """A gated delta rule's tensors inside a layer. `qkvz` and `ba`, if given, are in the place of
+    the four projections before them: of each key head its query, key, values and gates, and the
+    rates and decays of its values.
+    """
+
+    qkv: str = "linear_attn.in_proj_qkv"
+    z: str = "linear_attn.in_proj_z"
+    b: str = "linear_attn.in_proj_b"
+    a: str = "linear_attn.in_proj_a"
+    qkvz: str | None = None
+    ba: str | None = None
+    conv: str = "linear_attn.conv1d"
+    a_log: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    output: str = "linear_attn.out_proj"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """All matrices."""
+        inputs = (self.qkv, self.z, self.b, self.a) if self.qkvz is None else (self.qkvz, self.ba)
+        return (*filter(None, inputs), self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """A checkpoint's names of the model's tensors, without `.weight` and `.bias`.
 
@@ -25,7 +51,9 @@ class TensorNames:
     layer. A single `qkv` holds queries, keys and values one after the other. The norms that end on
     `output_norm` lie between a block's result and the residual stream; None if there is no such
     norm, or no sinks. An `expert` without a number names stacks of all experts, which have biases,
-    and in which outputs of gates and of ups take turns (`stacked_matrices.py`).
+    and in which outputs of gates and of ups take turns (`stacked_matrices.py`). `expert_stacks` are
+    stacks that a checkpoint may have in the place of `expert`: all gates come before all ups.
+    `state` is given if layers may have a state.
     """
 
     embedding: str = "model.embed_tokens"
@@ -43,12 +71,14 @@ class TensorNames:
     mlp_norm: str = "post_attention_layernorm"
     mlp: MlpNames = MlpNames()
     mlp_output_norm: str | None = None
+    state: StateNames | None = None
 
     router: str = "mlp.gate"
     expert: MlpNames = MlpNames(
         ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
         "mlp.experts.{expert}.down_proj",
     )
+    expert_stacks: MlpNames | None = None
     shared_expert: MlpNames = MlpNames(
         ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
     )
@@ -74,6 +104,9 @@ class Family:
         pair is two neighbors, not two halves of the head. partial_rope: the config's
         `partial_rotary_factor` counts. experts: layers may be mixtures of experts.
         clamped_gate: their gate is a `GateClamp`, and their router has a bias.
+        norm_offset: added to the weights of all norms but that of a state.
+        output_gate: the first of `TensorNames.qkv` has of each head the query, then a gate, whose
+            sigmoid multiplies what was attended to.
         windows: its layers with a sliding window; None: it cannot have one.
         spellings: this config's names of fields that `model_spec` knows by other names. The
             family's own spelling wins where a config holds both.
@@ -91,6 +124,8 @@ class Family:
     partial_rope: bool = False
     experts: bool = False
     clamped_gate: bool = False
+    norm_offset: float = 0.0
+    output_gate: bool = False
     windows: WindowRule | None = None
     spellings: Mapping[str, str] = field(default_factory=dict)
     own_fields: frozenset[str] = frozenset()
@@ -112,6 +147,71 @@ _EXPERT_FIELDS = frozenset(
     "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob"
     " router_aux_loss_coef router_jitter_noise output_router_logits".split()
 )
+
+_QWEN3_5 = Family(
+    qk_norm=True,
+    partial_rope=True,
+    norm_offset=1.0,
+    output_gate=True,
+    spellings=_ALL_ATTENTION_BIASES,
+    # The second is one of MTP heads, which are not read.
+    own_fields=frozenset({"full_attention_interval", "mtp_use_dedicated_embeddings"}),
+    required={"attn_output_gate": True},
+    defaults={
+        "attn_output_gate": True,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    names=TensorNames(state=StateNames()),
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    experts=True,
+    # No layer is dense.
+    spellings={**_ALL_ATTENTION_BIASES, "intermediate_size": "moe_intermediate_size"},
+    own_fields=_QWEN3_5.own_fields | _EXPERT_FIELDS | {"shared_expert_intermediate_size"},
+    required={**_QWEN3_5.required, "norm_topk_prob": True},
+    defaults={
+        **_QWEN3_5.defaults,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    names=replace(
+        _QWEN3_5.names,
+        expert_stacks=MlpNames(("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
+    ),
+)
+_QWEN3_NEXT = replace(
+    _QWEN3_5_MOE,
+    spellings=_ALL_ATTENTION_BIASES,
+    required=_QWEN3_5.required,
+    defaults={**_QWEN3_5_MOE.defaults, "num_experts": 512, "num_experts_per_tok": 10},
+    names=replace(
+        _QWEN3_5_MOE.names,
+        state=StateNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba"),
+    ),
+)
+
+
+def _text_of(family: Family) -> Family:
+    """The same inside a multimodal checkpoint, whose other tensors are not read."""
+    names = replace(
+        family.names,
+        embedding="model.language_model.embed_tokens",
+        final_norm="model.language_model.norm",
+        layer="model.language_model.layers.{layer}",
+    )
+    return replace(family, names=names)
+
 
 _GLM = Family(
     interleaved_rope=True,
@@ -266,6 +366,11 @@ FAMILIES: dict[str, Family] = {
             expert=MlpNames(("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
         ),
     ),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": _text_of(_QWEN3_5),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _text_of(_QWEN3_5_MOE),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM_4,
     "ChatGLMModel": _CHATGLM,

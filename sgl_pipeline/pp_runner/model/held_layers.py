@@ -14,17 +14,23 @@ import torch
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import StatePool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
 
 
 class HeldLayers:
-    """The layers of `model` with their pages in `kv_pool`; both must have the same ones."""
+    """The layers of `model` with their pages in `kv_pool`; both must have the same ones. The states
+    of those that have some are in `state_pool`, and these layers neither come nor go."""
 
-    def __init__(self, model: StageModel, kv_pool: KvPool) -> None:
+    def __init__(
+        self, model: StageModel, kv_pool: KvPool, state_pool: StatePool | None = None
+    ) -> None:
         assert sorted(model.layers) == sorted(kv_pool.layers)
+        assert (state_pool is not None) == model.spec.has_states
         self.model = model
         self.kv_pool = kv_pool
+        self.state_pool = state_pool
         self._spare: dict[int, LoadedLayer[Any]] = {}
         self._before_drop: list[Callable[[int], None]] = []
         self._before_run: dict[int, Callable[[], None]] = {}
@@ -55,8 +61,8 @@ class HeldLayers:
 
         If it raises, only spare weights of the layer stay.
 
-        Raises ProtocolError when the layer is held already or the model does not have it, and
-        CheckpointError as at the start.
+        Raises ProtocolError when the layer is held already or the model does not have it, or it has
+        states, and CheckpointError as at the start.
         """
         num_layers = self.model.spec.num_layers
         if layer in self.model.layers:
@@ -65,6 +71,7 @@ class HeldLayers:
             raise ProtocolError(
                 f"layer {layer} cannot be loaded: the model has layers 0 to {num_layers - 1}"
             )
+        self._require_no_states(layer)
         self.kv_pool.add_layer(layer)
         try:
             loaded = self._spare.get(layer) or self.model.read_layer(layer)
@@ -78,10 +85,11 @@ class HeldLayers:
         """Takes the pages of `layer`, with the keys and values in them, and its weights, unless
         they are to be kept as spare ones.
 
-        Raises ProtocolError when the layer is not held.
+        Raises ProtocolError when the layer is not held, or has states.
         """
         if layer not in self.model.layers:
             raise ProtocolError(f"layer {layer} cannot be dropped: {self._holdings()}")
+        self._require_no_states(layer)
         for let_go in self._before_drop:
             let_go(layer)
         self._before_run.pop(layer, None)
@@ -124,7 +132,7 @@ class HeldLayers:
     ) -> torch.Tensor:
         """Runs `layers`, all of them held. See `StageModel.forward`."""
         in_turn = self._awaited(layers) if self._before_run else layers
-        return self.model.forward(in_turn, inputs, hidden, self.kv_pool, attention)
+        return self.model.forward(in_turn, inputs, hidden, self.kv_pool, attention, self.state_pool)
 
     def await_layers(self, layers: range) -> None:
         """Runs the waits of `layers` now, before a step runs them."""
@@ -138,6 +146,10 @@ class HeldLayers:
             if (wait := self._before_run.pop(layer, None)) is not None:
                 wait()
             yield layer
+
+    def _require_no_states(self, layer: int) -> None:
+        if self.model.spec.state_of(layer) is not None:
+            raise ProtocolError(f"layer {layer} keeps states, which do not move")
 
     def _holdings(self) -> str:
         ids = ", ".join(map(str, self.held))

@@ -11,9 +11,9 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GatedLinear, Laye
 from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
 from sgl_pipeline.pp_runner.weights.kv_scales import KvScales, read_kv_scales
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix
-from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix, join, scale_rows
+from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix, join, part_of, scale_rows
 from sgl_pipeline.pp_runner.weights.schemes import Quantization
-from sgl_pipeline.pp_runner.weights.stacked_matrices import read_stacked_matrices
+from sgl_pipeline.pp_runner.weights.stacked_matrices import read_plain_stack, read_stacked_matrices
 
 
 class LayerTensors:
@@ -59,6 +59,10 @@ class LayerTensors:
             ]
         )
 
+    def has_stack(self, name: str) -> bool:
+        """True if a file holds the matrices of all experts as one tensor `name`."""
+        return self._weights.has(f"{self._prefix}{name}")
+
     def stacked_matrices(
         self, name: str, shape: tuple[int, int, int]
     ) -> Iterator[tuple[Matrix, torch.Tensor]]:
@@ -68,9 +72,22 @@ class LayerTensors:
         matrices = read_stacked_matrices(self._weights, self._quantization, module, shape)
         return zip(matrices, biases, strict=True)
 
+    def plain_stack(self, name: str, shape: tuple[int, int, int], like: str) -> Iterator[Matrix]:
+        """The matrix [O, I] of each expert of the stack `name` with `shape` (E, O, I), which has 16
+        bits in the file and is rounded as the matrix `like`."""
+        quantization = self._quantization
+        scheme = None if quantization is None else quantization.scheme_of(f"{self._prefix}{like}")
+        return read_plain_stack(self._weights, scheme, f"{self._prefix}{name}", shape)
+
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The tensor `name` [size], which is no weight and no bias of a module."""
         return self._weights.read(f"{self._prefix}{name}", (size,))
+
+    def exact_vector(self, name: str, size: int) -> torch.Tensor:
+        """The same in fp32, as precise as it is in its file."""
+        if self._weights.is_made_up:
+            return self.vector(name, size).float()
+        return self._weights.read_as(f"{self._prefix}{name}", (size,), torch.float32)
 
     def linear(
         self,
@@ -89,14 +106,49 @@ class LayerTensors:
             input_factor: a factor of all inputs.
         """
         matrices, biases = self._read(names, out_features, in_features, has_bias)
-        if output_factors is not None or input_factor != 1.0:
-            sizes = [matrix.shape[0] for matrix in matrices]
-            factors = torch.ones(sum(sizes)) if output_factors is None else output_factors
-            for place, part in enumerate(factors.split(sizes)):
-                matrices[place] = scale_rows(matrices[place], part * input_factor)
-                if (bias := biases[place]) is not None:
-                    biases[place] = bias * part.to(bias)
+        _scale(matrices, biases, output_factors, input_factor)
         return linear_of(self.kernels, matrices, biases)
+
+    def linear_and_gate(
+        self,
+        names: Sequence[str],
+        out_features: Sequence[int],
+        in_features: int,
+        has_bias: bool,
+        num_heads: int,
+        output_factors: torch.Tensor | None,
+    ) -> tuple[Linear, Linear]:
+        """The `linear` of projections of which the first has twice its `out_features`, of each of
+        `num_heads` the outputs and then their gates; and the product for the gates."""
+        first, *others = out_features
+        matrices, biases = self._read(names, (2 * first, *others), in_features, has_bias)
+        sizes = (first // num_heads,) * 2
+        matrices[0], gate = _turns(matrices[0], num_heads, sizes)
+        gate_bias, bias = None, biases[0]
+        if bias is not None:
+            biases[0], gate_bias = bias.unflatten(0, (num_heads, 2, -1)).transpose(0, 1).flatten(1)
+        _scale(matrices, biases, output_factors)
+        return linear_of(self.kernels, matrices, biases), self.kernels.linear(gate, gate_bias)
+
+    def linears_of_turns(
+        self,
+        name: str,
+        num_turns: int,
+        sizes: Sequence[int],
+        in_features: int,
+        places: Sequence[Sequence[int]],
+    ) -> list[Linear]:
+        """Products with parts of one matrix, in whose rows parts of these `sizes` take turns.
+
+        Args:
+            places: of the parts of each product, one below the other.
+        """
+        (matrix,), _ = self._read((name,), (num_turns * sum(sizes),), in_features, False)
+        parts = _turns(matrix, num_turns, sizes)
+        return [
+            linear_of(self.kernels, [parts[place] for place in own], [None] * len(own))
+            for own in places
+        ]
 
     def gated_linear(
         self, names: Sequence[str], inner_size: int, in_features: int, has_bias: bool
@@ -137,6 +189,35 @@ def gated_linear_of(
     `linear_of`."""
     joined = _joined(kernels.gated_linear, matrices, biases)
     return joined or GatedLinear(_separate(kernels, matrices, biases), kernels.gate)
+
+
+def _scale(
+    matrices: list[Matrix],
+    biases: list[torch.Tensor | None],
+    output_factors: torch.Tensor | None,
+    input_factor: float = 1.0,
+) -> None:
+    """Replaces matrices and biases by multiples, as `LayerTensors.linear` says."""
+    if output_factors is None and input_factor == 1.0:
+        return
+    sizes = [matrix.shape[0] for matrix in matrices]
+    factors = torch.ones(sum(sizes)) if output_factors is None else output_factors
+    for place, part in enumerate(factors.split(sizes)):
+        matrices[place] = scale_rows(matrices[place], part * input_factor)
+        if (bias := biases[place]) is not None:
+            biases[place] = bias * part.to(bias)
+
+
+def _turns(matrix: Matrix, num_turns: int, sizes: Sequence[int]) -> list[Matrix]:
+    """The parts of a matrix in whose rows parts of these `sizes` take turns, each as one."""
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    starts = range(0, num_turns * ends[-1], ends[-1])
+    parts = []
+    for end, size in zip(ends, sizes, strict=True):
+        part = join([part_of(matrix, slice(at + end - size, at + end)) for at in starts])
+        assert part is not None, "they are of one kind"
+        parts.append(part)
+    return parts
 
 
 class _SeparateLinears:

@@ -17,10 +17,11 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.model_directory import read_json_object
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape, LayerAttention
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES
+from sgl_pipeline.pp_runner.base.state_shape import StateShape
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
-from sgl_pipeline.pp_runner.model.config_fields import ConfigFields
+from sgl_pipeline.pp_runner.model.config_fields import ConfigFields, text_fields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
-from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions
+from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions, state_shape
 from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig, with_rope_overrides
 from sgl_pipeline.pp_runner.model.rope_spec import RopeSpec
 from sgl_pipeline.pp_runner.weights.quantization_config import (
@@ -74,8 +75,9 @@ class ModelSpec(ABC):
 
     `context_length` is what the server serves. `dtype` is the torch dtype name that the checkpoint
     was saved in. `eos_token_ids` are those of config.json and generation_config.json; the
-    tokenizer's are added by `managers/`. `attentions` has an entry for each layer. `quantization`
-    lists matrices of fewer than 16 bits; None: there are none.
+    tokenizer's are added by `managers/`. `attentions` has an entry for each layer; those without
+    heads have a `state`, the same in all of them. `quantization` lists matrices of fewer than 16
+    bits; None: there are none.
     """
 
     architecture: str
@@ -88,6 +90,21 @@ class ModelSpec(ABC):
     dtype: str
     eos_token_ids: frozenset[int]
     quantization: Quantization | None = None
+    state: StateShape | None = None
+
+    def state_of(self, layer: int) -> StateShape | None:
+        """What `layer` keeps for a request in place of keys and values; None if it has those."""
+        return None if self.attentions[layer].has_heads else self.state
+
+    @property
+    def states(self) -> tuple[StateShape | None, ...]:
+        """`state_of` each layer."""
+        return tuple(map(self.state_of, range(self.num_layers)))
+
+    @property
+    def has_states(self) -> bool:
+        """True if some layers keep a state."""
+        return self.state is not None
 
     @property
     def num_layers(self) -> int:
@@ -134,32 +151,39 @@ class ModelSpec(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec(ModelSpec):
-    """A model whose layers are those of `decoder.py`."""
+    """A model whose layers are those of `decoder.py`. `norm_offset` and `output_gate` are as in
+    `Family`."""
 
     intermediate_size: int
     norm_epsilon: float
+    norm_offset: float
     rope: RopeSpec
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    output_gate: bool
     experts: ExpertSpec | None
     names: TensorNames
 
     @property
     def head_dim(self) -> int:
-        """The same in all layers."""
-        return self.attentions[0].head_dim
+        """The same in all layers that have heads."""
+        return self._full_attention.head_dim
 
     @property
     def num_query_heads(self) -> int:
-        """The same in all layers."""
-        return self.attentions[0].num_query_heads
+        """The same in all layers that have heads."""
+        return self._full_attention.num_query_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """The same in all layers."""
-        return self.attentions[0].num_kv_heads
+        """The same in all layers that have heads."""
+        return self._full_attention.num_kv_heads
+
+    @property
+    def _full_attention(self) -> LayerAttention:
+        return next(attention for attention in self.attentions if attention.has_heads)
 
     def layer_experts(self, layer: int) -> ExpertSpec | None:
         """The experts of `layer`; None if it is dense."""
@@ -170,14 +194,21 @@ class DecoderSpec(ModelSpec):
 
     def layer_kind(self, layer: int) -> tuple[object, ...]:
         experts, quantization = self.layer_experts(layer), self.quantization
-        kind = (self.attentions[layer], experts)
+        kind = (self.attentions[layer], self.state_of(layer), experts)
         if quantization is None:
             return kind
-        names = [*self.names.qkv, self.names.output]
+        names = [*self._mixer_names(layer)]
         for mlp, numbers in self._mlps(experts):
             names += [name.format(expert=e) for e in numbers for name in (*mlp.gate_up, mlp.down)]
         prefix = self.names.layer.format(layer=layer)
         return (*kind, *(quantization.scheme_of(f"{prefix}.{name}") for name in names))
+
+    def _mixer_names(self, layer: int) -> tuple[str, ...]:
+        """The names of the matrices of a layer's attention, or of what is in its place."""
+        if self.state_of(layer) is None:
+            return (*self.names.qkv, self.names.output)
+        assert self.names.state is not None
+        return self.names.state.projections
 
     def _mlps(self, experts: ExpertSpec | None) -> list[tuple[MlpNames, range]]:
         """The names of a layer's MLPs, and the numbers that replace `{expert}` in them."""
@@ -211,7 +242,8 @@ def read_model_spec(
         raise ConfigurationError(f"--model-path {path}: no such directory")
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.exists() else {}
-    config = with_rope_overrides(read_json_object(directory / "config.json"), rope_overrides)
+    config = text_fields(read_json_object(directory / "config.json"))
+    config = with_rope_overrides(config, rope_overrides)
     spec = model_spec(config, generation, context_length)
     chosen = choose_quantization(
         quantization, spec.quantization, spec.names.head, has_tied_head=spec.tied_embeddings
@@ -229,6 +261,7 @@ def model_spec(
 
     Raises UnsupportedModelError naming the architecture or the field.
     """
+    config = text_fields(config)
     architecture = _known_architecture(config)
     family = FAMILIES[architecture]
     fields = ConfigFields({**family.defaults, **config}, family.spellings)
@@ -247,11 +280,14 @@ def model_spec(
         context_length=context_length,
         own_context_lengths=own_context_lengths,
         norm_epsilon=fields.number("rms_norm_eps", 1e-6),
+        norm_offset=family.norm_offset,
         rope=rope.spec(head_dim, context_length),
         qkv_bias=family.qkv_bias or bool(fields.get("qkv_bias")),
         output_bias=bool(fields.get("output_bias")),
         mlp_bias=bool(fields.get("mlp_bias")),
         qk_norm=family.qk_norm,
+        output_gate=family.output_gate,
+        state=state_shape(fields, family),
         experts=_expert_spec(fields, family) if family.experts else None,
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32"),

@@ -78,13 +78,16 @@ class SeparateExperts:
 
     @classmethod
     def load(
-        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
+        cls, tensors: LayerTensors, names: TensorNames, hidden_size: int, spec: ExpertSpec
     ) -> "SeparateExperts":
         if spec.clamp is not None:
-            return cls(_stacked_mlps(tensors, names, hidden_size, spec, spec.clamp))
+            return cls(_stacked_mlps(tensors, names.expert, hidden_size, spec, spec.clamp))
+        stacks = names.expert_stacks
+        if stacks is not None and tensors.has_stack(stacks.down):
+            return cls(_plainly_stacked_mlps(tensors, stacks, names.expert, hidden_size, spec))
         return cls(
             [
-                GatedMlp.load(tensors, _expert_names(names, e), hidden_size, spec.inner_size)
+                GatedMlp.load(tensors, _expert_names(names.expert, e), hidden_size, spec.inner_size)
                 for e in range(spec.num_experts)
             ]
         )
@@ -124,7 +127,7 @@ class StackedExperts:
 
     @classmethod
     def load(
-        cls, tensors: LayerTensors, names: MlpNames, hidden_size: int, spec: ExpertSpec
+        cls, tensors: LayerTensors, names: TensorNames, hidden_size: int, spec: ExpertSpec
     ) -> "StackedExperts":
         """Copies one expert after the other into its place: the stack is the only whole copy.
 
@@ -134,7 +137,7 @@ class StackedExperts:
             raise ConfigurationError(
                 "experts with gpt-oss's gate are computed with on CPUs only; use --device cpu"
             )
-        first = _expert_names(names, 0)
+        first = _expert_names(names.expert, 0)
         if any(tensors.is_quantized(name) for name in (*first.gate_up, first.down)):
             raise ConfigurationError(
                 "quantized experts are computed with on CPUs only; use --device cpu, or a "
@@ -142,7 +145,7 @@ class StackedExperts:
             )
         stacks: list[torch.Tensor] = []
         for e in range(spec.num_experts):
-            own = _expert_names(names, e)
+            own = _expert_names(names.expert, e)
             weights = (
                 tensors.stacked_weight(
                     own.gate_up, (spec.inner_size, spec.inner_size), hidden_size
@@ -189,7 +192,7 @@ class SparseMlp:
         return cls(
             spec,
             Router(spec, torch.cat(gates), _router_bias(tensors, names, spec)),
-            experts.load(tensors, names.expert, hidden_size, spec),
+            experts.load(tensors, names, hidden_size, spec),
             shared_expert,
         )
 
@@ -238,6 +241,27 @@ def _stacked_mlps(
             )
         )
     return mlps
+
+
+def _plainly_stacked_mlps(
+    tensors: LayerTensors,
+    stacks: MlpNames,
+    expert: MlpNames,
+    hidden_size: int,
+    spec: ExpertSpec,
+) -> list[GatedMlp]:
+    """The MLPs of a checkpoint's `stacks`, in the place of separate ones named as `expert`: of the
+    first all gates come before all ups."""
+    num_experts, inner_size, kernels = spec.num_experts, spec.inner_size, tensors.kernels
+    first, (gate_up,) = _expert_names(expert, 0), stacks.gate_up
+    both = tensors.plain_stack(
+        gate_up, (num_experts, 2 * inner_size, hidden_size), first.gate_up[0]
+    )
+    down = tensors.plain_stack(stacks.down, (num_experts, hidden_size, inner_size), first.down)
+    return [
+        GatedMlp(kernels.gated_linear(gate_up_matrix), kernels.linear(down_matrix))
+        for gate_up_matrix, down_matrix in zip(both, down, strict=True)
+    ]
 
 
 def _expert_names(names: MlpNames, expert: int) -> MlpNames:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import StatePool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, RmsNorm, Rotation
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
@@ -240,18 +241,22 @@ class NativeStageModel:
         hidden: torch.Tensor | None,
         kv_pool: KvPool,
         attention: LayerwiseAttention,
+        state_pool: StatePool | None = None,
     ) -> torch.Tensor:
         """Runs `layers`, in their order, on a step for which `attention.plan` was called before.
 
         Args:
             hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
                 the first stage. Not written to: it may be a buffer of a graph or of a link.
+            state_pool: given if and only if the model has states.
 
         Returns the residual stream [T, H], a tensor of its own: for the next stage, or on the last
         one for `logits`.
         """
         stream, rotation = self.enter(inputs, hidden)
-        return pass_plain_layers(self, layers, inputs, stream, rotation, kv_pool, attention)
+        return pass_plain_layers(
+            self, layers, inputs, stream, rotation, kv_pool, attention, state_pool
+        )
 
     @torch.inference_mode()
     def enter(
@@ -288,7 +293,7 @@ def _load_head(
     """The head; if it is tied and not in the file, its matrix is the embedding table, rounded as
     the model's other matrices are."""
     norm_weight = weights.read(f"{spec.names.final_norm}.weight", (spec.hidden_size,))
-    norm = RmsNorm(norm_weight, spec.norm_epsilon)
+    norm = RmsNorm(norm_weight, spec.norm_epsilon, spec.norm_offset)
     head = spec.names.head
     if not spec.tied_embeddings or weights.has(f"{head}.weight"):
         shape = (spec.vocab_size, spec.hidden_size)

@@ -38,9 +38,11 @@ _FACTORS = frozenset(
     "factor original_max_position_embeddings low_freq_factor high_freq_factor attention_factor"
     " beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor".split()
 )
-# Read elsewhere here; the last two have no effect on what is computed.
+# Read elsewhere here; the others have no effect on what is computed: the three positions that
+# `mrope` shares the pairs out to are the same one in text.
 _OTHER_PARAMETERS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor finetuned max_position_embeddings".split()
+    "rope_type type rope_theta partial_rotary_factor finetuned max_position_embeddings"
+    " mrope_section mrope_interleaved".split()
 )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import StatePool, StepStates
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Rotation
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
@@ -60,13 +61,15 @@ def pass_plain_layers(
     rotation: Rotation,
     kv_pool: KvPool,
     attention: LayerwiseAttention,
+    state_pool: StatePool | None = None,
 ) -> torch.Tensor:
     """`StageModel.forward` from the result of `PlainSteps.enter`: a tensor that may be written
     over."""
     may_overwrite = steps.is_first  # which made the stream itself
+    states = None if state_pool is None else StepStates.of(inputs, state_pool)
     for layer in layers:
         stream = steps.layers[layer].forward(
-            stream, rotation, inputs.slots, kv_pool, attention, may_overwrite
+            stream, rotation, inputs.slots, kv_pool, attention, may_overwrite, states
         )
         may_overwrite = True
     return stream if may_overwrite else stream.clone()
@@ -147,12 +150,14 @@ class StageModel(Protocol):
         hidden: torch.Tensor | None,
         kv_pool: KvPool,
         attention: LayerwiseAttention,
+        state_pool: StatePool | None = None,
     ) -> torch.Tensor:
         """Runs `layers`, in their order, on a step for which `attention.plan` was called before.
 
         Args:
             hidden: the residual stream [T, H] from the stage before, in the model's dtype; None on
                 the first stage. Not written to: it may be a buffer of a graph or of a link.
+            state_pool: given if and only if the model has states.
 
         Returns the residual stream [T, H], a tensor of its own: for the next stage, or on the last
         one for `logits`.

@@ -1,5 +1,5 @@
-"""Reads the matrices of all experts of a layer where a checkpoint has them in one tensor, as
-gpt-oss's do: plain, inputs first, or in MXFP4.
+"""Reads the matrices of all experts of a layer where a checkpoint has them in one tensor: gpt-oss's
+plain, inputs first, or in MXFP4, Qwen3.5's plain, outputs first.
 
 Shapes: E experts, O outputs, I inputs, G = I / 32 groups.
 """
@@ -17,7 +17,7 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
     Matrix,
     Mxfp4Weight,
 )
-from sgl_pipeline.pp_runner.weights.schemes import Layout, Quantization
+from sgl_pipeline.pp_runner.weights.schemes import Layout, Quantization, Scheme
 
 
 def read_stacked_matrices(
@@ -45,6 +45,24 @@ def read_stacked_matrices(
             f"{layout.name}"
         )
     yield from _read_mxfp4(source, module, shape)
+
+
+def read_plain_stack(
+    source: WeightSource, scheme: Scheme | None, name: str, shape: tuple[int, int, int]
+) -> Iterator[Matrix]:
+    """The matrix [O, I] of each expert of the tensor `name`, `shape` (E, O, I), which has 16 bits:
+    a copy of its own, in the scheme.
+
+    Raises CheckpointError as `source` does.
+    """
+    num_bytes = 0
+    for plain in source.read(name, shape):
+        matrix: Matrix = plain.clone()
+        if scheme is not None:
+            matrix = round_matrix(source, name, plain, scheme)
+        num_bytes += matrix.nbytes
+        yield matrix
+    source.loaded[name] = num_bytes
 
 
 def _read_mxfp4(source: WeightSource, module: str, shape: tuple[int, int, int]) -> Iterator[Matrix]:

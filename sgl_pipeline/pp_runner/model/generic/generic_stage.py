@@ -17,6 +17,7 @@ from torch import nn
 from sgl_pipeline.errors import CheckpointError, UnsupportedModelError
 from sgl_pipeline.pp_runner.attention.attention_backend import LayerwiseAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import StatePool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, Rotation
 from sgl_pipeline.pp_runner.model.generic.attention_call import (
@@ -198,6 +199,7 @@ class GenericStageModel:
         hidden: torch.Tensor | None,
         kv_pool: KvPool,
         attention: LayerwiseAttention,
+        state_pool: StatePool | None = None,
     ) -> torch.Tensor:
         """See `StageModel.forward`; where layers are transformers', all are waited for before the
         first one runs."""

@@ -21,6 +21,7 @@ from sgl_pipeline.pp_runner.model.decoder import DecoderLayer, LayerParts
 from sgl_pipeline.pp_runner.model.generic.passing_layers import Given
 from sgl_pipeline.pp_runner.model.generic.tensor_reader import TensorReader
 from sgl_pipeline.pp_runner.model.layer_tensors import gated_linear_of, linear_of
+from sgl_pipeline.pp_runner.model.mixers import AttentionMixer
 from sgl_pipeline.pp_runner.model.mlp import GatedMlp
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
@@ -94,10 +95,13 @@ def parts_of(
     assert attention_norm is not None and mlp_norm is not None
     return LayerParts(
         attention_norm=attention_norm,
-        qkv=linear_of(kernels, *read(form.qkv)),
-        head_norms=_head_norms(form, tensor),
-        sinks=None,
-        output=linear_of(kernels, *read((form.output,))),
+        mixer=AttentionMixer(
+            qkv=linear_of(kernels, *read(form.qkv)),
+            head_norms=_head_norms(form, tensor),
+            sinks=None,
+            gate=None,
+            output=linear_of(kernels, *read((form.output,))),
+        ),
         attention_output_norm=norm(form.norms[1]),
         mlp_norm=mlp_norm,
         mlp=GatedMlp(
