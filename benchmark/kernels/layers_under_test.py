@@ -179,7 +179,8 @@ class _RandomWeights:
         return torch.randint(0, 256, shape, dtype=dtype)
 
     def has(self, name: str) -> bool:
-        return True
+        """True if it is no scale of keys or values."""
+        return not name.endswith(("k_scale", "v_scale"))
 
     def names(self) -> tuple[str, ...]:
         return ()
