@@ -132,14 +132,20 @@ def measure_operations(dtype: torch.dtype, rounds: int) -> list[Row]:
     return table
 
 
-def random_inputs(chunks: list[tuple[int, int]]) -> StepInputs:
-    """A step of `chunks` that all sample, on shuffled pages, none of which is shared."""
+def random_inputs(chunks: list[tuple[int, int]], with_states: bool = False) -> StepInputs:
+    """A step of `chunks` that all sample, on shuffled pages, none of which is shared; with state
+    slots in their order, if the model has states."""
     counts = [-(-(start + length) // PAGE_SIZE) for start, length in chunks]
     pages = torch.randperm(sum(counts)).int().split(counts)
     mirrored = [
         MirroredChunk(
             MirroredRequest(
-                handle, GREEDY, 1, array("i", [7]) * (start + length), array("i", own.tolist())
+                handle,
+                GREEDY,
+                1,
+                array("i", [7]) * (start + length),
+                array("i", own.tolist()),
+                state_slot=handle if with_states else None,
             ),
             start,
             length,
