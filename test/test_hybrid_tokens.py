@@ -114,9 +114,8 @@ def test_logits_after_4000_tokens() -> None:
     path = tiny_model("qwen3.5")
     rows: list[torch.Tensor] = []
     stages = HybridStages(path, (6,), pages_each=256, num_state_slots=1, **KERNELS["compiled"])
-    model = stages.runners[0].held_layers.model
-    head = model.logits
-    stages.runners[0]._tail._logits = lambda hidden: rows.append(head(hidden)) or rows[-1]
+    head = stages.runners[0].held_layers.model.logits
+    stages.runners[0]._tail._head = lambda hidden: rows.append(head(hidden)) or rows[-1]
     request = stages.open(prompt(9, 4000), 0)
     while request.num_left > 1:
         stages.step((request, min(512, request.num_left - 1)))

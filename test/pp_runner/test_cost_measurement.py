@@ -52,7 +52,7 @@ def stage_costs(costs: PartCosts) -> StageCosts:
     return StageCosts.of(costs.kinds, costs.samples[0])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "glm4"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "glm4", "qwen3.5"])
 def test_every_layer_the_embedding_and_the_head_take_some_time(name: str) -> None:
     costs = stage_costs(measure_part_costs(assignment(tiny_model(name)), [TYPICAL_STEP]))
     assert len(costs.layers_ms) == NUM_LAYERS

@@ -52,6 +52,54 @@ def assignment(max_total_tokens: int | None, page_size: int = 16) -> StageAssign
     )
 
 
+HYBRID = model_spec(
+    {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "layer_types": ["full_attention", *["linear_attention"] * 4, "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+    }
+)
+
+
+def hybrid_assignment(counts: tuple[int, ...], **settings: int) -> StageAssignment:
+    """Of stage 1."""
+    plain = assignment(160)
+    args = dataclasses.replace(plain.args, **settings)
+    return msgspec.structs.replace(plain, plan=StagePlan(0, counts), args=args)
+
+
+def test_layers_with_states_have_no_pages_and_their_states_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Four heads of 16 x 8 fp32 numbers, and three inputs of 2 * 2 * 16 + 4 * 8 channels.
+    slot_bytes = 4 * 16 * 8 * 4 + 3 * 96 * 4
+    assert [spec and spec.bytes_per_slot("float32") for spec in HYBRID.states] == [
+        *(None, slot_bytes, slot_bytes, slot_bytes, slot_bytes, None)
+    ]
+    page_bytes = 2 * 16 * 2 * 8 * 4
+    mixed, of_states = hybrid_assignment((3, 3), num_state_slots=7), hybrid_assignment((1, 4, 1))
+    assert kv_page_capacity(mixed, HYBRID, CPU, torch.float32) == KvCapacity(10, page_bytes)
+    assert kv_page_capacity(of_states, HYBRID, CPU, torch.float32) == KvCapacity(10, 0)
+    # Half of the layers get half of the memory: for the states of two, and for ten pages.
+    enough = 2 * (7 * 2 * slot_bytes + 10 * page_bytes)
+    monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: enough)
+    assert kv_page_capacity(mixed, HYBRID, CPU, torch.float32).num_pages == 10
+    monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: enough - 2)
+    with pytest.raises(ConfigurationError, match=r"7 state slots take .* lower --max-mamba-cache"):
+        kv_page_capacity(mixed, HYBRID, CPU, torch.float32)
+
+
 def test_capacity_on_a_cpu_is_a_fixed_size_or_what_was_asked_for():
     default = kv_page_capacity(assignment(None), SPEC, CPU, torch.float32)
     assert default.num_pages * 16 == DEFAULT_CPU_KV_TOKENS

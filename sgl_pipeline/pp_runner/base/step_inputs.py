@@ -50,8 +50,8 @@ class LentRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
-    """Where the chunks of a step keep their states, on the stage's device: the slot of each, and
-    whether its state begins with zeros, as at position 0. No two chunks have one slot."""
+    """The places of the chunks' states, on the stage's device: the slot of each chunk, and whether
+    its state begins with zeros, as at position 0. No two chunks have one slot."""
 
     slots: torch.Tensor  # int64 [C]
     starts_anew: torch.Tensor  # bool [C]

@@ -158,10 +158,13 @@ NOINLINE void convolve_vectors(const Channels<T>& channels, int64_t begin, int64
   constexpr int kAhead = 8;  // rows
   Vec weights[kTaps][kVecs], inputs[kTaps][kVecs];
   const auto load_row = [&](const T* source, Vec* vecs) {
+#pragma GCC unroll 2
     for (int v = 0; v < kVecs; ++v)
       vecs[v] = load(source + v * kWidth, v < kVecs - 1 ? kWidth : count);
   };
+#pragma GCC unroll 4
   for (int tap = 0; tap < kTaps; ++tap) load_row(channels.weights + tap * channels.stride, weights[tap]);
+#pragma GCC unroll 3
   for (int tap = 0; tap < kTaps - 1; ++tap) {
     const int64_t row = begin - (kTaps - 1) + tap, before = row - channels.first_row;
     if (before >= 0)
@@ -169,16 +172,21 @@ NOINLINE void convolve_vectors(const Channels<T>& channels, int64_t begin, int64
     else if (!channels.is_new)
       load_row(channels.last + (before + kTaps - 1) * channels.stride, inputs[tap + 1]);
     else
-      std::fill_n(inputs[tap + 1], kVecs, Vec{});
+      for (int v = 0; v < kVecs; ++v) inputs[tap + 1][v] = Vec{};
   }
   for (int64_t row = begin; row < end; ++row, target += size) {
-    for (int tap = 0; tap < kTaps - 1; ++tap) std::copy_n(inputs[tap + 1], kVecs, inputs[tap]);
     const T* const source = channels.inputs + row * channels.stride;
-    load_row(source, inputs[kTaps - 1]);
     __builtin_prefetch(source + kAhead * channels.stride);
+#pragma GCC unroll 2
     for (int v = 0; v < kVecs; ++v) {
       Vec sum{};
-      for (int tap = 0; tap < kTaps; ++tap) sum = multiply_add(inputs[tap][v], weights[tap][v], sum);
+#pragma GCC unroll 4
+      for (int tap = 0; tap < kTaps; ++tap) {
+        const int64_t last = kTaps - 1;
+        inputs[tap][v] = tap < last ? inputs[tap + 1][v]
+                                    : load(source + v * kWidth, v < kVecs - 1 ? kWidth : count);
+        sum = multiply_add(inputs[tap][v], weights[tap][v], sum);
+      }
       store(target + v * kWidth, silu(sum), v < kVecs - 1 ? kWidth : count);
     }
   }

@@ -18,7 +18,7 @@ NORM_EPSILON = 1e-6  # of queries and keys, added to the sum of squares
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedDeltaWeights:
-    """What a layer has besides its projections. `conv` and `norm` are in the model's dtype."""
+    """The weights besides projections. `conv` and `norm` are in the model's dtype."""
 
     conv: torch.Tensor  # [K, W], contiguous: a checkpoint's [W, 1, K], transposed
     a_log: torch.Tensor  # [Hv], fp32
@@ -92,7 +92,7 @@ def _recur(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """What the rows of one chunk read from `state` [Hv, Dk, Dv], each after it wrote: [n, Hv, Dv].
+    """The reads [n, Hv, Dv] of a chunk's rows from `state` [Hv, Dk, Dv], each after it wrote.
 
     `query` and `key` [n, Hv, Dk], `value` [n, Hv, Dv], `decay` and `beta` [n, Hv].
     """

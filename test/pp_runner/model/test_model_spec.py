@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
@@ -373,6 +374,88 @@ def test_gpt_oss_has_clamped_experts_sinks_and_windows_of_even_layers() -> None:
     assert spec.quantization_method == "mxfp4"
     without_lists = {name: v for name, v in GPT_OSS_20B.items() if name != "layer_types"}
     assert model_spec(without_lists) == spec
+
+
+# The fields of config.json of the published sizes, towers shortened.
+QWEN_3_5_TEXT = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": True,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 248320,
+}
+QWEN_3_5_35B = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5_moe",
+    "text_config": QWEN_3_5_TEXT,
+    "tie_word_embeddings": False,
+    "vision_config": {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh"},
+}
+
+
+def test_the_text_of_qwen_3_5_has_states_in_three_of_four_layers() -> None:
+    spec = model_spec(QWEN_3_5_35B)
+    assert [layer for layer in range(40) if spec.state_of(layer) is None] == [*range(3, 40, 4)]
+    assert spec.has_states and spec.state_of(0) is spec.state
+    assert spec.state is not None and spec.state.num_channels == 8192
+    assert spec.state.bytes_per_slot("bfloat16") == 2 * 2**20 + 3 * 8192 * 2
+    assert (spec.head_dim, spec.num_query_heads, spec.num_kv_heads) == (256, 16, 2)
+    assert spec.rope.rotated_dims(spec.head_dim) == 64 and spec.rope.theta == 1e7
+    assert spec.norm_offset == 1.0 and spec.output_gate and spec.qk_norm
+    assert spec.experts is not None and spec.experts.shared_inner_size == 512
+    assert spec.eos_token_ids == {248044} and spec.dtype == "bfloat16"
+    assert spec.names.layer == "model.language_model.layers.{layer}"
+    assert len({spec.layer_kind(layer) for layer in range(40)}) == 2
+    shapes = spec.attention_shapes(16, torch.bfloat16, torch.device("cpu"))
+    assert {shape.page_bytes for shape in shapes} == {0, 2 * 16 * 2 * 256 * 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate = False"),
+        ({"layer_types": ["linear_attention"] * 40}, "every layer keeps a state"),
+        ({"layer_types": ["sliding_attention"] * 40}, "known are full_attention, linear_attention"),
+        ({"linear_num_value_heads": 24}, "must be a multiple of linear_num_key_heads 16"),
+        ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim 5; known are 2, 3, 4"),
+    ],
+)
+def test_a_hybrid_that_is_not_computed_is_refused_by_name(
+    changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        model_spec({**QWEN_3_5_35B, "text_config": {**QWEN_3_5_TEXT, **changes}})
 
 
 def test_glm_rotates_the_neighbors_of_half_a_head():
