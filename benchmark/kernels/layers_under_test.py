@@ -87,7 +87,8 @@ class OurLayers:
         num_rows = sum(length for _, length in chunks)
         attended = sum(length * start + length * (length + 1) // 2 for start, length in chunks)
         plain = self._weights.num_plain
-        moved, products, state_flops = plain * DTYPE.itemsize, num_rows * plain, 0
+        moved = float(plain * DTYPE.itemsize)
+        products, state_flops = float(num_rows * plain), 0
         for layer in self._ids:
             touched, passed = self._expert_weights(layer, num_rows)
             moved += touched * _MXFP4_BYTES

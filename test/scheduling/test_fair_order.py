@@ -76,13 +76,18 @@ def test_the_first_is_of_the_tenant_with_the_least_virtual_time(
         own = [one for one in waiting if (one.tenant, one.priority) == flow]
         assert found.order == min(one.order for one in own)
         ranked = order.ranked(waiting)
-        assert ranked[0] is found or tenants.get(ranked[0].tenant).rank == best_rank(tenants, found)
+        assert ranked[0] is found
         assert sorted(map(id, ranked)) == sorted(map(id, waiting))
         assert [-one.priority for one in ranked] == sorted(-one.priority for one in waiting)
 
 
-def best_rank(tenants: Tenants, request: Request) -> tuple[float, int]:
-    return tenants.get(request.tenant).rank
+def test_of_equal_tenants_the_first_is_the_one_that_ranks_first() -> None:
+    order = FairOrder(Tenants(WEIGHTS))
+    gone, *requests = (request_of(number, tenant) for number, tenant in enumerate("aca"))
+    for request in (gone, *requests):
+        order.add(request)
+    order.discard(gone)
+    assert order.ranked(requests)[0] is order.first() is requests[1]
 
 
 def test_the_rank_tells_how_tenants_take_turns() -> None:
