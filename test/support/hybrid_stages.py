@@ -110,7 +110,7 @@ class HybridStages:
         self._step_id += 1
         for runner in self.runners:
             report = runner.launch(runner.prepare(order)).report()
-        drawn = iter(report.token_ids)
+        drawn = iter(report.token_ids or ())
         for request, _ in chunks:
             if request.num_left == 0:
                 request.output_ids.append(next(drawn))

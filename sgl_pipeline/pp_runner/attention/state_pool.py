@@ -45,7 +45,7 @@ class StatePool:
         return sum(one.recurrent.nbytes + one.conv.nbytes for one in self._states.values())
 
     def states(self, layer: int) -> LayerStates:
-        """Those of `layer`, by slot."""
+        """The states of `layer`, by slot."""
         return self._states[layer]
 
     def check(self, inputs: StepInputs) -> None:

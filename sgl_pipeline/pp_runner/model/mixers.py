@@ -1,4 +1,4 @@
-"""What mixes the tokens of a request in a decoder layer: attention to pages of keys and values, or
+"""The part of a decoder layer that mixes the tokens of a request: attention to pages of keys and values, or
 the gated delta rule, which keeps a state.
 
 Mixers hold weights only; pages and states come with each step. Shapes: T rows of the step, H hidden
@@ -22,7 +22,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
 
 
 class MixerStep(NamedTuple):
-    """What a mixer needs of a step besides its rows: where they are in their requests, the `slots`
+    """The needs of a mixer in a step besides its rows: where they are in their requests, the `slots`
     [T] of their keys and values, and the states, if the model has any."""
 
     rotation: Rotation

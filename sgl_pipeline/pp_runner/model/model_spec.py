@@ -93,7 +93,7 @@ class ModelSpec(ABC):
     state: StateShape | None = None
 
     def state_of(self, layer: int) -> StateShape | None:
-        """What `layer` keeps for a request in place of keys and values; None if it has those."""
+        """The state of `layer` for a request; None if it has keys and values in its place."""
         return None if self.attentions[layer].has_heads else self.state
 
     @property
