@@ -28,7 +28,7 @@ _STATE_FLOPS = 7  # of a number of a state and a row: decayed, added to, and in 
 
 
 class CoreRates(NamedTuple):
-    """What one core does in a millisecond: bytes that it reads, and arithmetic of large products in
+    """Rates of one core in a millisecond: bytes that it reads, and arithmetic of large products in
     bf16 and in fp32."""
 
     bytes_per_ms: float

@@ -73,7 +73,7 @@ class PublishedLayers:
     quantization: dict[str, Any] | None = None
 
     def full_config(self, others: tuple[str, ...] = ()) -> dict[str, Any]:
-        """That of a model with these layers, then `others`, and a small vocabulary."""
+        """Config of a model with these layers, then `others`, and a small vocabulary."""
         layer_types = [*self.layer_types, *others]
         return self.config | {
             "dtype": "bfloat16",
