@@ -46,7 +46,9 @@ def alone(kv_cache_dtype: str, leaf: str) -> list[list[int]]:
     """The answers to six requests, each by itself: whole prompts, one stage, no hits."""
     answers = []
     for request in make_requests(6):
-        by_itself = pipeline(kv_cache_dtype, (6,), throttle=ThrottleArgs(), **LEAVES[leaf])
+        by_itself = pipeline(
+            kv_cache_dtype, (6,), throttle=ThrottleArgs(policy="throttle"), **LEAVES[leaf]
+        )
         answers += by_itself.run([request])
     return answers
 

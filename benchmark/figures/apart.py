@@ -28,7 +28,7 @@ from sgl_pipeline.status_line import StatusLine, bar
 MODEL, DEVICE = "Llama-2-13B", "a100-80g"
 NVLINK = PeerLink(latency_s=LINKS["nvlink"][0], bytes_per_s=LINKS["nvlink"][1])
 SCHEDULING = SchedulingArgs(max_running_requests=16384)
-THROTTLE = ThrottleArgs()
+THROTTLE = ThrottleArgs(policy="throttle")
 # Nothing decodes beside a prompt on a prefill server: it need not be spread over steps.
 PREFILL_POLICY = "sarathi"
 LONG_ANSWERS = "long answers"

@@ -60,7 +60,9 @@ def _cell(cluster: Cluster, trace: str, options: Options) -> Iterator[Row]:
     """Runs with each change at the load that the token throttle carries, then replays."""
     requests = load_trace(trace, min(300, options.num_requests))
     at_once = poisson_arrivals(requests, float("inf"), Random(options.seed))
-    capacity = summarize(run(cluster, ThrottleArgs(), at_once, SCHEDULING)).requests_per_s
+    capacity = summarize(
+        run(cluster, ThrottleArgs(policy="throttle"), at_once, SCHEDULING)
+    ).requests_per_s
     workload = poisson_arrivals(requests, capacity, Random(options.seed))
     window: list[SimulatedStep] = []
     for change, (host, link, more_steps) in CHANGES.items():

@@ -53,7 +53,7 @@ def compute(options: Options) -> list[Row]:
                 schedule_policy=schedule_policy,
                 max_overtakes=max_overtakes,
             )
-            simulation = run(CLUSTER, ThrottleArgs(), workload, scheduling)
+            simulation = run(CLUSTER, ThrottleArgs(policy="throttle"), workload, scheduling)
             served = filter(None, map(latency, simulation.requests))
             worst = max(one.ttft_ms for one in served)
             load = "all at once" if rate == float("inf") else f"{rate:g} req/s"

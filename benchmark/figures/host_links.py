@@ -80,7 +80,9 @@ def _tokens_per_s(
         hosts=None if link is None else hosts,
     )
     scheduling = replace(UNBOUNDED, extra_steps_in_flight=extra)
-    simulation = run(cluster, ThrottleArgs(), workload, scheduling, ROUNDS * stages)
+    simulation = run(
+        cluster, ThrottleArgs(policy="throttle"), workload, scheduling, ROUNDS * stages
+    )
     return late_tokens_per_s(simulation)
 
 

@@ -55,7 +55,9 @@ def _factor(sampler: str, cluster: Cluster, options: Options) -> float:
         return 1.0 if sampler == "tables" else 0.0
     inputs, outputs, clients = LOADS["decodes"]
     workload = closed_loop(made_up(options.num_requests // 3, inputs, outputs), clients)
-    return PUBLISHED_TAIL / tail_layers(run(cluster, ThrottleArgs(), workload), cluster)
+    return PUBLISHED_TAIL / tail_layers(
+        run(cluster, ThrottleArgs(policy="throttle"), workload), cluster
+    )
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:

@@ -47,7 +47,7 @@ def compute(options: Options) -> list[Row]:
         )
         for parameter, values in SWEEPS.items():
             for value in values:
-                throttle = replace(ThrottleArgs(), **{parameter: value})
+                throttle = replace(ThrottleArgs(policy="throttle"), **{parameter: value})
                 simulation = run(cluster, throttle, workload)
                 setting = {"memory": memory, "parameter": parameter, "value": value}
                 rows.append(setting | numbers(simulation))

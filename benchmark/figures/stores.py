@@ -79,7 +79,7 @@ def served(cluster: Cluster, workload: Sequence[SimulatedRequest], *, reuses: bo
     scheduling = SchedulingArgs(
         page_size=PAGE_TOKENS, max_running_requests=16384, radix_cache=reuses
     )
-    simulation = run(cluster, ThrottleArgs(), workload, scheduling)
+    simulation = run(cluster, ThrottleArgs(policy="throttle"), workload, scheduling)
     tier = simulation.tier
     return numbers(simulation) | {
         "loaded_share": summarize(simulation).loaded_share,

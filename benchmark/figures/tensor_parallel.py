@@ -32,7 +32,7 @@ def compute(options: Options) -> list[Row]:
     for rate in RATES_PER_S:
         workload = poisson(options.trace or TRACE, rate, options)
         for layout, cluster in LAYOUTS.items():
-            simulation = run(cluster, ThrottleArgs(), workload)
+            simulation = run(cluster, ThrottleArgs(policy="throttle"), workload)
             rows.append({"rate_per_s": rate, "layout": layout, **numbers(simulation)})
     return rows
 

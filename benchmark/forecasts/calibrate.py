@@ -234,7 +234,7 @@ def _named(figures: RunFigures, clients: tuple[float, float, float]) -> dict[str
 
 def _predict(pipeline: MeasuredPipeline, requests: Sequence[SimulatedRequest]) -> RunFigures:
     scheduling = SchedulingArgs(radix_cache=False)
-    simulation = simulate(pipeline, ThrottleArgs(), scheduling, requests)
+    simulation = simulate(pipeline, ThrottleArgs(policy="throttle"), scheduling, requests)
     return run_figures([step.record for step in simulation.steps])
 
 

@@ -134,7 +134,7 @@ class _Bench:
         target = target_of(alone)
         predicted = Predicted(
             pipeline=pipeline,
-            throttle=ThrottleArgs(),
+            throttle=ThrottleArgs(policy="throttle"),
             scheduling=SchedulingArgs(radix_cache=False),
             load=load,
         )

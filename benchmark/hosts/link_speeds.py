@@ -199,7 +199,7 @@ def predicted_rate(
     host = replace(costs.host, transit_s=costs.host.transit_s + delay_ms * 1e-3)
     scheduler = StepScheduler(
         SchedulingArgs(),
-        make_policy(ThrottleArgs()),
+        make_policy(ThrottleArgs(policy="throttle")),
         num_pages=pool_tokens // SchedulingArgs().page_size,
         num_stages=costs.num_stages,
         context_length=pool_tokens,

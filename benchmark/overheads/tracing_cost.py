@@ -128,7 +128,7 @@ def _steps(num_steps: int) -> Iterator[OpenStep]:
     most_tokens = PROMPT_TOKENS + REQUESTS + num_steps  # of a request that has not ended
     scheduler = StepScheduler(
         SchedulingArgs(),
-        make_policy(ThrottleArgs()),
+        make_policy(ThrottleArgs(policy="throttle")),
         num_pages=REQUESTS * most_tokens,
         num_stages=STAGES,
         context_length=most_tokens,

@@ -297,7 +297,7 @@ def _pipeline(known: Half, draft_tokens: int) -> VirtualPipeline:
     args = SchedulingArgs(radix_cache=False, draft_tokens=draft_tokens)
     scheduler = StepScheduler(
         args,
-        make_policy(ThrottleArgs()),
+        make_policy(ThrottleArgs(policy="throttle")),
         num_pages=POOL_TOKENS // args.page_size,
         num_stages=1,
         context_length=POOL_TOKENS,

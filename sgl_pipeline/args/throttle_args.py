@@ -19,7 +19,7 @@ class ThrottleArgs:
     """
 
     policy: str = our_flag(
-        "throttle",
+        "throttle-time",
         "--policy",
         help="How many tokens a microbatch carries: token throttling (gLLM; by predicted time; "
         "with a reserve that adapts; or without one of its terms), a fixed budget (Sarathi-Serve), "

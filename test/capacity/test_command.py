@@ -46,10 +46,10 @@ def test_a_cards_capacity_has_a_table_an_interval_and_a_file(
     assert rates == sorted(rates) and rates[0] <= side.capacity.value <= rates[-1]
     assert side.rates[0].goodput >= 0.9 > side.rates[-1].goodput
     assert {row.num_requests for row in side.rates} == {80}
-    assert f"predicted, throttle: {side.capacity} requests a second" in printed.out
+    assert f"predicted, throttle-time: {side.capacity} requests a second" in printed.out
     assert printed.out.count("%") > len(rates)
     # Progress, a line for each rate.
-    assert printed.err.count("predicted, throttle: ") == len(rates)
+    assert printed.err.count("predicted, throttle-time: ") == len(rates)
 
 
 def test_stricter_targets_and_shares_carry_less(tmp_path: Path) -> None:
@@ -93,7 +93,16 @@ def test_costs_of_a_fit_are_found_for_the_model(tmp_path: Path) -> None:
     save_costs(costs_of(model.name))
     flags = ["--model", str(model), "--dtype", "float32", "--cpu-threads-per-stage", "1"]
     flags += ["--max-total-tokens", "4096", "--requests", "60", "--rounds", "2"]
-    flags += ["--input-tokens", "128", "--output-tokens", "16", "--ttft-ms", "60"]
+    flags += [
+        "--input-tokens",
+        "128",
+        "--output-tokens",
+        "16",
+        "--ttft-ms",
+        "60",
+        "--policy",
+        "throttle",
+    ]
     path = tmp_path / "found.json"
     assert main([*flags, "--json", str(path)]) == 0
     capacity = read(path).sides[0].capacity
@@ -126,7 +135,10 @@ def test_a_recorded_server_is_another_source(tmp_path: Path) -> None:
             [*CARD[:2], *TARGETS, "--calibrate", "none.jsonl", "--max-total-tokens", "9999"],
             "--calibrate cannot be read: [Errno 2] No such file or directory: 'none.jsonl'",
         ),
-        ([*CARD, *TARGETS, "--target-tpot-ms", "50"], "--target-tpot-ms needs --policy"),
+        (
+            [*CARD, *TARGETS, "--policy", "sarathi", "--target-tpot-ms", "50"],
+            "--target-tpot-ms needs --policy",
+        ),
         ([*CARD, *TARGETS, "--schedule-policy", "random"], "--schedule-policy 'random'"),
         ([*CARD, *TARGETS, "--measure"], "leave it out with --measure"),
         (["--model", "Llama-9", *CARD[2:], *TARGETS], "'Llama-9' is unknown"),

@@ -214,7 +214,7 @@ def test_the_begin_and_the_end_of_a_move_are_events_once() -> None:
 
 def test_what_happened_is_one_list_in_its_order() -> None:
     core = new_core()
-    throttle = ThrottleControl(core.scheduler, ThrottleArgs(), "radix", 8192)
+    throttle = ThrottleControl(core.scheduler, ThrottleArgs(policy="throttle"), "radix", 8192)
     core = PipelineCore(core.scheduler, core.plan, throttle=throttle)
     core.scheduler.add(make_request("a", [1, 2, 3], 1))
     throttle.change({"prefill_spread_steps": 2}, Author("none", ""), 1.0, revert_after_s=1.0)

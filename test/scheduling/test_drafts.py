@@ -21,7 +21,7 @@ def scheduler_of(
     *, draft_tokens: int = 4, num_pages: int = 40, page_size: int = 4
 ) -> StepScheduler:
     args = SchedulingArgs(page_size=page_size, draft_tokens=draft_tokens)
-    return new_scheduler(args, ThrottleArgs(), num_pages=num_pages, num_stages=1)
+    return new_scheduler(args, ThrottleArgs(policy="throttle"), num_pages=num_pages, num_stages=1)
 
 
 def decode_step(scheduler: StepScheduler, *requests: Request) -> Microbatch:

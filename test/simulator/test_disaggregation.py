@@ -40,7 +40,9 @@ def load(num_requests: int, every_s: float = 0.05, seed: int = 0) -> list[Simula
 
 
 def run(setup: Disaggregation, workload: Sequence[SimulatedRequest]) -> FleetRun:
-    return simulate_disaggregated(setup, ThrottleArgs(), SchedulingArgs(), workload)
+    return simulate_disaggregated(
+        setup, ThrottleArgs(policy="throttle"), SchedulingArgs(), workload
+    )
 
 
 def summary(setup: Disaggregation, workload: Sequence[SimulatedRequest]) -> FleetSummary:
@@ -134,7 +136,7 @@ def test_goodput_is_of_all_devices() -> None:
     target = LatencyTarget(ttft_ms=1e6, tpot_ms=1e6)
     workload = load(20)
     mixed = summarize_fleet(
-        simulate_mixed(CARD, 2, ThrottleArgs(), SchedulingArgs(), workload), target
+        simulate_mixed(CARD, 2, ThrottleArgs(policy="throttle"), SchedulingArgs(), workload), target
     )
     assert mixed.num_devices == 2
     assert mixed.goodput_per_device == pytest.approx(mixed.serving.requests_per_s / 2)

@@ -30,7 +30,7 @@ CARDS = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie", link="net73")
 def serve(cluster: Cluster, trace: str, count: int, rate_per_s: float) -> Simulation:
     workload = poisson_arrivals(load_trace(trace, count), rate_per_s, Random(0))
     args = SchedulingArgs(max_running_requests=4096)
-    return simulate(cluster, ThrottleArgs(), args, workload)
+    return simulate(cluster, ThrottleArgs(policy="throttle"), args, workload)
 
 
 @cache

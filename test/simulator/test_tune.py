@@ -21,16 +21,18 @@ def knows(limit_of: dict[int, float]):
 @pytest.mark.parametrize("limit", [0.05, 0.7, 3.0, 500.0])
 @pytest.mark.parametrize("guess", [0.1, 1.0, 64.0])
 def test_capacity_is_found_from_any_guess(limit: float, guess: float) -> None:
-    found = capacity(lambda throttle, rate: float(rate <= limit), ThrottleArgs(), 0.9, guess)
+    found = capacity(
+        lambda throttle, rate: float(rate <= limit), ThrottleArgs(policy="throttle"), 0.9, guess
+    )
     assert limit / (1 + RATE_TOLERANCE) <= found <= limit
 
 
 def test_a_target_that_a_burst_meets_has_no_limit() -> None:
-    assert capacity(lambda throttle, rate: 1.0, ThrottleArgs(), 0.9) == math.inf
+    assert capacity(lambda throttle, rate: 1.0, ThrottleArgs(policy="throttle"), 0.9) == math.inf
 
 
 def test_what_carries_nothing_has_no_capacity() -> None:
-    assert capacity(lambda throttle, rate: 0.0, ThrottleArgs(), 0.9) == 0.0
+    assert capacity(lambda throttle, rate: 0.0, ThrottleArgs(policy="throttle"), 0.9) == 0.0
 
 
 def test_the_best_budget_is_among_the_trials() -> None:
@@ -46,7 +48,9 @@ def test_parameters_are_searched_one_after_the_other() -> None:
         limit = 10.0 - abs(throttle.prefill_spread_steps - 4) - 50 * throttle.pause_free_share
         return float(rate <= limit)
 
-    best = max(search(ThrottleArgs(), attainment, 1.0), key=lambda trial: trial.score).throttle
+    best = max(
+        search(ThrottleArgs(policy="throttle"), attainment, 1.0), key=lambda trial: trial.score
+    ).throttle
     assert (best.prefill_spread_steps, best.pause_free_share) == (4, 0.0)
 
 

@@ -26,7 +26,7 @@ def lending(lent_pages: int) -> tuple[VirtualOffload, LendingScheduler]:
     """Offload whose every request but the first is offloaded."""
     scheduler = LendingScheduler(
         SchedulingArgs(page_size=PAGE_TOKENS),
-        make_policy(ThrottleArgs()),
+        make_policy(ThrottleArgs(policy="throttle")),
         num_pages=POOL_PAGES,
         num_stages=1,
         context_length=1000,

@@ -271,7 +271,9 @@ def returning(num_conversations: int) -> list[SimulatedRequest]:
 def second_turns_ms(store: StoreCosts | None, rules: TierRules = SERVER_RULES) -> list[float]:
     """TTFT of the conversations that return."""
     cluster = replace(CLUSTER, store=store, tier_rules=rules)
-    simulation = simulate(cluster, ThrottleArgs(), SchedulingArgs(page_size=16), returning(6))
+    simulation = simulate(
+        cluster, ThrottleArgs(policy="throttle"), SchedulingArgs(page_size=16), returning(6)
+    )
     second = [one for one in simulation.requests if one.asked.input_tokens > 4000]
     return [one.ttft_ms for one in filter(None, map(latency, second))]
 

@@ -119,7 +119,7 @@ class LocalPipeline:
             log = RecoveryLog(plan.num_stages, scheduling.page_size, log_pages)
         self.scheduler = new_scheduler(
             scheduling,
-            throttle or ThrottleArgs(),
+            throttle or ThrottleArgs(policy="throttle"),
             num_pages=num_pages,
             num_stages=plan.num_stages,
             context_length=(spec or read_model_spec(model_path)).context_length,

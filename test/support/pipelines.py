@@ -31,7 +31,7 @@ from sgl_pipeline.wire.step_order import MirroredChunk, MirrorSnapshot, RequestM
 
 NO_TIME = StageTiming(*[0.0] * 7)
 FOUR_TOKEN_PAGES = SchedulingArgs(page_size=4)
-TOKEN_THROTTLE = ThrottleArgs()
+TOKEN_THROTTLE = ThrottleArgs(policy="throttle")
 
 
 def make_request(

@@ -29,7 +29,7 @@ def budget(args: ThrottleArgs = ARGS, **changes: int) -> TokenBudget:
 
 def test_the_maximum_is_that_of_gllms_code_unless_set() -> None:
     assert ARGS.prefill_limit == 8192
-    assert ThrottleArgs().prefill_limit == 2048
+    assert ThrottleArgs(policy="throttle").prefill_limit == 2048
     for reserved in (0, 4, 100, 999):
         assert prefill_tokens(reserved_pages=reserved) == 8192
     args = ThrottleArgs(policy="throttle-adaptive", max_prefill_tokens=512)

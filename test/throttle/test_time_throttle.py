@@ -65,7 +65,7 @@ def step_ms(args: ThrottleArgs = ARGS, times: Times = Times(), **changes: Any) -
 
 def test_while_nobody_knows_what_steps_take_it_throttles_tokens() -> None:
     for changes in ({"waiting_tokens": 8000}, {"running_decodes": 9, "ready_decodes": 5}):
-        by_tokens = make_policy(ThrottleArgs())(load(None, **changes))
+        by_tokens = make_policy(ThrottleArgs(policy="throttle"))(load(None, **changes))
         assert budget(times=None, **changes) == by_tokens
 
 
@@ -172,7 +172,7 @@ def test_what_steps_in_flight_take_is_predicted_only_when_asked_for() -> None:
             raise AssertionError("asked")
 
     state = replace(load(waiting_tokens=80, work_in_flight=(rows(9),)), step_times=Untouchable())
-    assert make_policy(ThrottleArgs())(state).bound_by == "MinP"
+    assert make_policy(ThrottleArgs(policy="throttle"))(state).bound_by == "MinP"
     assert load(None, work_in_flight=(rows(9),)).in_flight_ms == 0.0
 
 
@@ -292,7 +292,7 @@ def test_targets_are_times(wrong: dict[str, float]) -> None:
         ThrottleArgs(policy="throttle-time", **wrong)  # type: ignore[arg-type]
     (name,) = wrong
     with pytest.raises(ConfigurationError, match="--policy throttle-time"):
-        ThrottleArgs(**{name: 5.0})  # type: ignore[arg-type]
+        ThrottleArgs(policy="throttle", **{name: 5.0})  # type: ignore[arg-type]
 
 
 def test_the_weight_of_first_tokens_is_a_number_from_0_on() -> None:

@@ -5,7 +5,7 @@ import pytest
 from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.throttle import PipelineLoad, make_policy
 
-ARGS = ThrottleArgs()
+ARGS = ThrottleArgs(policy="throttle")
 
 
 def load(**changes: int) -> PipelineLoad:

@@ -75,7 +75,7 @@ class VirtualServer:
     def __init__(self, url: str, client: object, load: CapacityLoad) -> None:
         self._predicted = Predicted(
             pipeline=replace(self.pipeline, slowness=SLOWNESS),
-            throttle=ThrottleArgs(),
+            throttle=ThrottleArgs(policy="throttle"),
             scheduling=SchedulingArgs(radix_cache=False),
             load=load,
         )
@@ -94,7 +94,9 @@ def test_a_server_that_is_the_simulator_has_the_capacity_predicted_at_its_pace(
 ) -> None:
     load = CapacityLoad(source=capacity.LOADS["256 in, 64 out"][0], num_requests=40, seed=5)
     cluster = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie", num_stages=2, pool_tokens=32_768)
-    recorded = simulate(cluster, ThrottleArgs(), SchedulingArgs(), load.requests(3.0, 0))
+    recorded = simulate(
+        cluster, ThrottleArgs(policy="throttle"), SchedulingArgs(), load.requests(3.0, 0)
+    )
     path = tmp_path / "steps.jsonl"
     capacity.write_steps(path, [step.record for step in recorded.steps])
     VirtualServer.pipeline = MeasuredPipeline(trace_path=str(path), pool_tokens=32_768)

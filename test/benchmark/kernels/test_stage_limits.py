@@ -33,7 +33,9 @@ LAYER_WEIGHTS = 64 + 2 * 32 + 64 + 3 * 128
 @pytest.fixture(scope="module")
 def records() -> list[StepRecord]:
     pipeline = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie", num_stages=2)
-    simulation = simulate(pipeline, ThrottleArgs(), SchedulingArgs(), fixed_lengths(8, 300, 8))
+    simulation = simulate(
+        pipeline, ThrottleArgs(policy="throttle"), SchedulingArgs(), fixed_lengths(8, 300, 8)
+    )
     return [step.record for step in simulation.steps]
 
 

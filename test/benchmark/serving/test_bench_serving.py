@@ -104,7 +104,7 @@ def test_a_result_names_the_command_the_machine_and_every_run(tmp_path: Path) ->
 def test_the_steps_of_a_run_are_those_until_its_last_request_has_ended() -> None:
     pipeline = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie")
     workload = poisson_arrivals(fixed_lengths(8, 64, 4), 0.5, Random(0))
-    simulation = simulate(pipeline, ThrottleArgs(), SchedulingArgs(), workload)
+    simulation = simulate(pipeline, ThrottleArgs(policy="throttle"), SchedulingArgs(), workload)
     records = iter([step.record for step in simulation.steps])
     first, second = take_requests(records, 5), take_requests(records, 3)
     assert [len([one for r in part for one in r.ended]) for part in (first, second)] == [5, 3]

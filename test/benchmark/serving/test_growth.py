@@ -16,7 +16,9 @@ from sgl_pipeline.simulator.experiment import Cluster, simulate
 def measured() -> MeasuredLoad:
     """Four equal requests on two stages, simulated."""
     pipeline = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie", num_stages=2)
-    steps = simulate(pipeline, ThrottleArgs(), SchedulingArgs(), fixed_lengths(4, 512, 16)).steps
+    steps = simulate(
+        pipeline, ThrottleArgs(policy="throttle"), SchedulingArgs(), fixed_lengths(4, 512, 16)
+    ).steps
     run = Run(
         engine="ours",
         round=1,

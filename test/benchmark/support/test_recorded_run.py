@@ -15,7 +15,9 @@ from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 
 def run(workload: list[SimulatedRequest]) -> Simulation:
     cluster = Cluster(model="Qwen2.5-14B", device="a100-40g-pcie")
-    return simulate(cluster, ThrottleArgs(), SchedulingArgs(radix_cache=False), workload)
+    return simulate(
+        cluster, ThrottleArgs(policy="throttle"), SchedulingArgs(radix_cache=False), workload
+    )
 
 
 @pytest.fixture(scope="module")

@@ -439,7 +439,9 @@ def test_a_request_whose_grammar_is_compiled_is_explained(office: Office) -> Non
 
 def steer(office: Office) -> None:
     scheduler = office.core.scheduler
-    office.core.throttle = ThrottleControl(scheduler, ThrottleArgs(), "radix", 4096)
+    office.core.throttle = ThrottleControl(
+        scheduler, ThrottleArgs(policy="throttle"), "radix", 4096
+    )
 
 
 def test_knobs_are_shown_with_ranges_and_the_past(office: Office) -> None:
