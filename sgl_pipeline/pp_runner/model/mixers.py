@@ -1,5 +1,5 @@
-"""The part of a decoder layer that mixes the tokens of a request: attention to pages of keys and values, or
-the gated delta rule, which keeps a state.
+"""The part of a decoder layer that mixes the tokens of a request: attention to pages of keys and
+values, or the gated delta rule, which keeps a state.
 
 Mixers hold weights only; pages and states come with each step. Shapes: T rows of the step, H hidden
 size, Hq query heads, Hv value heads, D head dim.
@@ -22,8 +22,8 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
 
 
 class MixerStep(NamedTuple):
-    """The needs of a mixer in a step besides its rows: where they are in their requests, the `slots`
-    [T] of their keys and values, and the states, if the model has any."""
+    """The needs of a mixer in a step besides its rows: where they are in their requests, the
+    `slots` [T] of their keys and values, and the states, if the model has any."""
 
     rotation: Rotation
     slots: torch.Tensor

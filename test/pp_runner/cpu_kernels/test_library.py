@@ -105,6 +105,7 @@ def test_null_goes_only_where_the_header_allows_it() -> None:
         "added": None,
         "weight": torch.ones(32),
         "epsilon": 0.0,
+        "weight_offset": 0.0,
         "sums": None,
         "normed": normed,
         "num_threads": 1,
