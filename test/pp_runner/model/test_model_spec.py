@@ -376,7 +376,7 @@ def test_gpt_oss_has_clamped_experts_sinks_and_windows_of_even_layers() -> None:
     assert model_spec(without_lists) == spec
 
 
-# The fields of config.json of the published sizes, towers shortened.
+# Fields of config.json as multimodal checkpoints of such sizes have them, towers shortened.
 QWEN_3_5_TEXT = {
     "attention_bias": False,
     "attn_output_gate": True,
