@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _calibrate(options: Options) -> Report:
     model = make_model(DEFAULT_PRESET)
-    text = f"ours --pp 2 --max-total-tokens {POOL_TOKENS}"
+    text = f"ours --pp 2 --policy throttle --max-total-tokens {POOL_TOKENS}"
     engine = parse_engine(text, model, options.port, SCRATCH, usable_cores())
     checks, rounds = _check_loads(), list[Round]()
     with (

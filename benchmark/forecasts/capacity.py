@@ -54,7 +54,7 @@ from sgl_pipeline.simulator.experiment import MeasuredPipeline
 
 POOL_TOKENS = 32_768
 # A split that was measured anew by each start would make results of two starts hard to compare.
-ENGINE = f"ours --pp 2 --pp-layer-partition 9,7 --max-total-tokens {POOL_TOKENS}"
+ENGINE = f"ours --pp 2 --policy throttle --pp-layer-partition 9,7 --max-total-tokens {POOL_TOKENS}"
 NEEDED_SHARE = 0.9
 # Tokens in and out at most, requests, and requests a second (infinity: all at once): steps of all
 # sizes, from a queue that is never empty to requests that are alone; decodes as wide as those of

@@ -39,7 +39,7 @@ def served(network: Network, model: Path, *flags: str) -> AbstractContextManager
     """
     own = [sys.executable, "-m", "sgl_pipeline.launch_server", "--model-path", str(model)]
     own += ["--pp", str(len(network.hosts)), "--host", "0.0.0.0", "--port", str(HTTP_PORT)]
-    own += ["--disable-radix-cache", *flags]
+    own += ["--policy", "throttle", "--disable-radix-cache", *flags]
     ranks = range(len(network.hosts))
     commands = [[*own, *cluster_flags(network, rank)] for rank in ranks]
     return _running(network, commands, [{} for _ in ranks], SCRATCH / "hosts.log")

@@ -98,7 +98,7 @@ def _measure(options: Options) -> Report:
     with ExitStack() as stack:
         engines = {}
         for index, (drafts, flags) in enumerate(((_OFF, ""), (_ON, _DRAFTS))):
-            text = f"ours --pp {options.pp} {flags}"
+            text = f"ours --pp {options.pp} --policy throttle {flags}"
             port, cores = options.port + index, usable_cores()
             engine = parse_engine(text, model.path, port, SCRATCH, cores)
             stack.enter_context(running(engine, SCRATCH / f"drafts_{drafts}.log"))
@@ -118,8 +118,8 @@ def _measure(options: Options) -> Report:
         texts=[ratio_table(runs)],
         facts={
             "Servers": {
-                _OFF: f"ours --pp {options.pp}",
-                _ON: f"ours --pp {options.pp} {_DRAFTS}",
+                _OFF: f"ours --pp {options.pp} --policy throttle",
+                _ON: f"ours --pp {options.pp} --policy throttle {_DRAFTS}",
                 "model": options.model,
             },
             "Load": {

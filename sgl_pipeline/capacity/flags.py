@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=_policies,
         action="extend",
         help="of the throttle; several, separated by commas or repeated, are compared with the "
-        "first one (default: throttle, or that of --url)",
+        "first one (default: throttle-time, or that of --url)",
     )
     policies.add_argument(
         "--rate",

@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_pipeline.microbatch import Chunk, Microbatch
+from sgl_pipeline.pipeline.budget_tokens import most_decodes, most_prefill_tokens, step_work
 from sgl_pipeline.pipeline.output_lengths import OutputLengths, even_share
 from sgl_pipeline.pipeline.step_pace import StepPace
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling import Demand, Outlook
+from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.throttle import PipelineLoad
 
 # Most chunks that one forecast looks at: some milliseconds.
 MAX_WORK = 16_000
@@ -55,9 +58,10 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A step in flight: the requests that draw a token in it, its number of tokens, its end."""
+    """A step in flight: the requests that draw a token in it, its work, its end."""
 
     drawing: tuple[_Job, ...]
+    work: StepWork
     ends_s: float
 
 
@@ -121,7 +125,7 @@ class Forecaster:
                 # Beyond the one token that every step of a forecast gives.
                 job.output_left = max(1, job.output_left + 1 - round(expected_tokens(chunk)))
             self._running.update(drawing)
-            self._send(drawing, scheduled_s, microbatch.num_tokens)
+            self._send(drawing, scheduled_s, microbatch.work)
 
     def run(self) -> RequestForecast:
         """Runs until the request's next token, or until that is unknown."""
@@ -142,31 +146,42 @@ class Forecaster:
 
     def _decide(self) -> bool:
         """Sends one step, if the pipeline has room and there is anything to send."""
-        load = self._outlook.load
-        if len(self._flights) >= load.pipeline_depth:
+        if len(self._flights) >= self._outlook.load.pipeline_depth:
             return False
-        budget = self._outlook.policy(
-            replace(
-                load,
-                step_id=self._step_id,
-                waiting_tokens=max(0, self._waiting_tokens),
-                prompts=len(self._waiting) + len(self._prefilling),
-                running_decodes=len(self._decoding),
-                ready_decodes=len(self._ready),
-                free_pages=min(load.total_pages, max(0, self._free_pages)),
-                steps_in_flight=len(self._flights),
-            )
-        )
-        drawing = [self._ready.popleft() for _ in range(min(budget.decodes, len(self._ready)))]
-        decodes = len(drawing)
-        prefilled = self._prefill(budget.prefill_tokens, drawing)
+        load = self._load()
+        budget = self._outlook.policy(load)
+        decodes = min(most_decodes(budget, load), len(self._ready))
+        drawing = [self._ready.popleft() for _ in range(decodes)]
+        prefilled = self._prefill(most_prefill_tokens(budget, load, decodes), drawing)
         if not decodes + prefilled:
             return False
-        self._send(tuple(drawing), self._now_s, decodes + prefilled)
+        self._send(tuple(drawing), self._now_s, step_work(load, decodes, prefilled))
         self._step_id += 1
         self._waiting_tokens -= prefilled
         self._available -= decodes / self._outlook.page_size
         return True
+
+    def _load(self) -> PipelineLoad:
+        """The load by now; prompts and contexts are as long in the mean as they were."""
+        load, decoding = self._outlook.load, len(self._decoding)
+        waiting = max(0, self._waiting_tokens)
+        return replace(
+            load,
+            step_id=self._step_id,
+            waiting_tokens=waiting,
+            waiting_attended_tokens=load.waiting_attended_tokens
+            * waiting
+            // max(1, load.waiting_tokens),
+            prompts=len(self._waiting) + len(self._prefilling),
+            running_decodes=decoding,
+            decode_attended_tokens=load.decode_attended_tokens
+            * decoding
+            // max(1, load.running_decodes),
+            ready_decodes=len(self._ready),
+            free_pages=min(load.total_pages, max(0, self._free_pages)),
+            steps_in_flight=len(self._flights),
+            work_in_flight=tuple(flight.work for flight in self._flights),
+        )
 
     @property
     def _free_pages(self) -> int:
@@ -208,10 +223,10 @@ class Forecaster:
             self._ran_s = self._now_s
         return True
 
-    def _send(self, drawing: tuple[_Job, ...], scheduled_s: float, tokens: int) -> None:
-        ends_s = self._pace.ends_s(scheduled_s, self._last_end_s, tokens)
+    def _send(self, drawing: tuple[_Job, ...], scheduled_s: float, work: StepWork) -> None:
+        ends_s = self._pace.ends_s(scheduled_s, self._last_end_s, work.tokens)
         self._last_end_s = max(ends_s, self._now_s)
-        self._flights.append(_Flight(drawing, self._last_end_s))
+        self._flights.append(_Flight(drawing, work, self._last_end_s))
         self._work += _STEP_WORK + len(drawing)
 
     def _skip_rounds(self) -> bool:
@@ -232,7 +247,7 @@ class Forecaster:
         self._now_s += round_s
         self._last_end_s += round_s
         self._flights = deque(
-            _Flight(flight.drawing, flight.ends_s + round_s) for flight in self._flights
+            replace(flight, ends_s=flight.ends_s + round_s) for flight in self._flights
         )
         for job in self._running:
             job.output_left -= rounds

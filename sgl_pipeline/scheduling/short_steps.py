@@ -65,7 +65,7 @@ class ShortSteps:
         )
         step_ms = max(least_ms, (self._mean_ms or 0.0) / FILLED_SHARE)
         limit = budget.time
-        if limit is not None and limit.step_ms <= step_ms:
+        if limit is not None and limit.step_ms <= least_ms:
             return budget
         whole = _with_prefill(decodes, budget.prefill_tokens, load)
         cheap_ms = shortest_ms(whole, times, self._cost_share)
@@ -74,6 +74,8 @@ class ShortSteps:
             limit = TimeLimit(step_ms, min(LEAST_PREFILL_TOKENS, budget.prefill_tokens), times)
         elif limit.step_ms > step_ms:
             limit = replace(limit, step_ms=step_ms)
+        else:
+            return budget
         return replace(budget, time=limit)
 
 

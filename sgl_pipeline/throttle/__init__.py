@@ -16,6 +16,7 @@ from sgl_pipeline.pipeline_load import (
     TimeLimit,
     TokenBudget,
 )
+from sgl_pipeline.throttle.decode_balance import balanced_decodes
 from sgl_pipeline.throttle.decode_limit import limit_decodes
 from sgl_pipeline.throttle.equal_chunks import equal_chunks
 from sgl_pipeline.throttle.policy_args import PolicyArgs
@@ -31,6 +32,7 @@ __all__ = [
     "Target",
     "TimeLimit",
     "TokenBudget",
+    "balanced_decodes",
     "limit_decodes",
     "make_policy",
 ]

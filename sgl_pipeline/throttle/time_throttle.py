@@ -116,6 +116,7 @@ def _decode_share(load: PipelineLoad, times: StepTimes) -> DecodeShare:
         return DecodeShare(0.0, 1.0, 0.0)
     without_context_ms = times.step_ms(work._replace(decode_attended_tokens=0))
     row_ms = without_context_ms / work.decodes
-    attended_ms = (times.step_ms(work) - without_context_ms) / work.decode_attended_tokens
+    # Leases attend elsewhere: decodes may attend to nothing here.
+    attended_ms = (times.step_ms(work) - without_context_ms) / max(1, work.decode_attended_tokens)
     mean_ms = row_ms + attended_ms * load.decode_attended_tokens / load.running_decodes
     return DecodeShare(balanced_decodes(load) * mean_ms, row_ms, attended_ms)

@@ -13,13 +13,17 @@ import pytest
 from support.pipelines import FakePipeline, make_request, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.request_forecast import RequestForecast
 from sgl_pipeline.requests import FinishReason, Request, StopRules
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
+from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import make_policy
 
 pytestmark = pytest.mark.slow
@@ -69,7 +73,11 @@ def forecasts(pool_tokens: int, policy: str, seed: int = 1, **options: int) -> l
         num_stages=4,
         context_length=pool_tokens,
     )
-    pipeline, random, ids = VirtualPipeline(scheduler, CLUSTER.costs()), Random(seed), TokenIds()
+    costs = CLUSTER.costs()
+    plan = StagePlan(0, costs.layer_counts)
+    predictor = StepPredictor(fitted_costs(costs.stage, plan.num_layers))
+    known = StepForecast(plan, predictor, learns=False) if policy == "throttle-time" else None
+    pipeline, random, ids = VirtualPipeline(scheduler, costs, known), Random(seed), TokenIds()
     requests = [
         SimulatedRequest(
             arrival_s=0.0,
@@ -100,7 +108,9 @@ def errors(told: Sequence[Told]) -> list[float]:
     return [error for one in told for error in one.errors]
 
 
-@pytest.mark.parametrize("policy", ["throttle", "sarathi", "throttle-adaptive", "greedy-queue"])
+@pytest.mark.parametrize(
+    "policy", ["throttle-time", "throttle", "sarathi", "throttle-adaptive", "greedy-queue"]
+)
 def test_a_queue_that_waits_for_compute_is_foreseen_closely(policy: str) -> None:
     found = errors(forecasts(400_000, policy))
     assert len(found) >= 25
@@ -108,7 +118,7 @@ def test_a_queue_that_waits_for_compute_is_foreseen_closely(policy: str) -> None
     assert max(map(abs, found)) < 0.3
 
 
-@pytest.mark.parametrize("policy", ["throttle", "sarathi"])
+@pytest.mark.parametrize("policy", ["throttle-time", "throttle", "sarathi"])
 @pytest.mark.parametrize(
     ("pool_tokens", "options"), [(400_000, {"max_running_requests": 16}), (40_000, {})]
 )

@@ -60,6 +60,24 @@ def test_prompts_that_fill_every_step_cost_no_more_than_is_allowed(cost_share: f
     assert bound_ms < WHOLE_MS
 
 
+@pytest.mark.parametrize("policy_ms", [WHOLE_MS * 0.9, WHOLE_MS])
+def test_what_may_cost_bounds_the_time_limit_of_a_policy_too(policy_ms: float) -> None:
+    """From the first step on, which is full."""
+    limit = TimeLimit(policy_ms, 1, TIMES)
+    budget = TokenBudget(2000, 0, "MaxP", limit)
+    steps = ShortSteps(0.03)
+    for _ in range(100):
+        steps.note(StepWork(int((policy_ms - FIXED_MS) / TOKEN_MS), 0, 0, 0, 1), TIMES)
+    bounded = steps.bounded(budget, load()).time
+    assert bounded is not None
+    assert bounded.step_ms == pytest.approx(settled_ms(ShortSteps(0.03), 0))
+
+
+def test_a_limit_that_is_shorter_stays() -> None:
+    budget = TokenBudget(2000, 0, "MaxP", TimeLimit(1.5 * FIXED_MS, 1, TIMES))
+    assert ShortSteps(0.03).bounded(budget, load()) is budget
+
+
 def test_steps_between_which_others_are_short_are_shorter() -> None:
     full_ms, mixed_ms = (settled_ms(ShortSteps(0.03), number) for number in (0, 3))
     assert mixed_ms < 0.5 * full_ms

@@ -77,6 +77,13 @@ def test_a_step_may_take_what_its_share_of_all_work_takes() -> None:
     assert (found.bound_by, found.prefill_tokens, found.decodes) == ("WT", 2048, 50)
 
 
+def test_decodes_may_attend_to_nothing_here() -> None:
+    """Those of leases, whose attention another server computes."""
+    found = budget(running_decodes=3, ready_decodes=3, decode_attended_tokens=0)
+    assert found.time is not None and found.time.decodes is not None
+    assert found.time.decodes.attended_ms == 0.0
+
+
 def test_what_is_attended_to_counts() -> None:
     """Decodes of context 400 and a twelfth of a prompt whose first part is cached."""
     times = Times(attended_ms=1.0)
