@@ -212,7 +212,10 @@ def _assignment(
         # On a GPU the threads of driver and NCCL, and a compiler that a stage starts, would share
         # the cores that it is pinned to.
         cpu_cores=cores if stages.device == "cpu" else (),
-        max_layers=args.migration.max_layers(first_plan)[stage],
+        # A limit would have any layer's memory hold the largest pages, though none comes.
+        max_layers=(
+            None if args.migration.mode == "off" else args.migration.max_layers(first_plan)[stage]
+        ),
         spare_layers=_spare_layers(stage, plan, first_plan, args),
         page_links=page_links(args, hellos, stage),
         log_mib=args.log_mib,

@@ -5,10 +5,13 @@ import dataclasses
 import msgspec
 import pytest
 import torch
+from support.worker_messages import hello
 
-from sgl_pipeline.args import StageArgs
+from sgl_pipeline.args import MigrationArgs, PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.pipeline.assignment import assign
 from sgl_pipeline.pp_runner import kv_capacity
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.cuda.gpu_memory import CardMemory
 from sgl_pipeline.pp_runner.kv_capacity import (
     DEFAULT_CPU_KV_TOKENS,
@@ -98,6 +101,40 @@ def test_layers_with_states_have_no_pages_and_their_states_are_counted(
     monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: enough - 2)
     with pytest.raises(ConfigurationError, match=r"7 state slots take .* lower --max-mamba-cache"):
         kv_page_capacity(mixed, HYBRID, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (2, 4), (1, 4, 1), (6,)])
+def test_a_server_has_pages_of_the_layers_without_states_alone(counts: tuple[int, ...]) -> None:
+    """As its workers are told: nobody else sets what a stage may hold."""
+    stages = dataclasses.replace(assignment(160).args, num_stages=len(counts))
+    args = PipelineArgs(
+        stages=stages, scheduling=SchedulingArgs(num_state_slots=7, radix_cache=False)
+    )
+    hellos = [hello(worker) for worker in range(len(counts))]
+    shapes = HYBRID.attention_shapes(args.scheduling.page_size, torch.float32, CPU)
+    for own in assign(hellos, StagePlan(0, counts), args):
+        layers = own.plan.layers_of(own.stage)
+        page_bytes = sum(shapes[layer].page_bytes for layer in layers)
+        capacity = kv_page_capacity(own, HYBRID, CPU, torch.float32)
+        assert capacity.page_bytes == page_bytes
+        pool = KvPool(layers, shapes, capacity.num_pages, max_layers=own.max_layers or 0)
+        assert pool.num_bytes == capacity.num_pages * page_bytes
+
+
+@pytest.mark.parametrize("mode", ["off", "manual"])
+def test_a_server_without_states_has_pages_of_all_layers_that_it_may_hold(mode: str) -> None:
+    args = PipelineArgs(
+        stages=dataclasses.replace(assignment(160).args, num_stages=2),
+        migration=MigrationArgs(mode=mode, spare_layers=1),
+    )
+    for own in assign([hello(0), hello(1)], StagePlan(0, (4, 2)), args):
+        shapes = SPEC.attention_shapes(own.page_size, torch.float32, CPU)
+        layers = own.plan.layers_of(own.stage)
+        most = len(layers) + (mode == "manual")
+        capacity = kv_page_capacity(own, SPEC, CPU, torch.float32)
+        assert capacity.page_bytes == most * shapes[0].page_bytes
+        pool = KvPool(layers, shapes, capacity.num_pages, max_layers=own.max_layers or 0)
+        assert pool.num_bytes == capacity.num_pages * capacity.page_bytes
 
 
 def test_capacity_on_a_cpu_is_a_fixed_size_or_what_was_asked_for():
