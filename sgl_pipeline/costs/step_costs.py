@@ -32,9 +32,9 @@ class LayerCost(msgspec.Struct, frozen=True):
 class StepCosts(msgspec.Struct, frozen=True):
     """A model's parts. A layer costs `layer` times its entry in `layer_weights`, which has one for
     each layer of the model; `layer_windows[l]` is the number of tokens that a row of layer `l`
-    attends to at most, None for all of them (empty: None everywhere). The embedding goes by a
-    step's tokens, the tail (final norm, head and sampling) by its samples; without samples it takes
-    no time."""
+    attends to at most, 0 where it keeps a state, None for all of them (empty: None everywhere). The
+    embedding goes by a step's tokens, the tail (final norm, head and sampling) by its samples;
+    without samples it takes no time."""
 
     layer: LayerCost
     embedding: RowCost
@@ -134,5 +134,5 @@ def _check(costs: StepCosts, name: str) -> None:
         raise ConfigurationError(
             f"{name} has the windows of {len(windows)} of {len(costs.layer_weights)} layers"
         )
-    if any(window is not None and window < 1 for window in windows):
-        raise ConfigurationError(f"{name} has a window of less than one token")
+    if any(window is not None and window < 0 for window in windows):
+        raise ConfigurationError(f"{name} has a window below zero")

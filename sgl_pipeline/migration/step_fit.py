@@ -50,13 +50,13 @@ def fit_parts(
         curve_rows: where times may bend, ascending; (1.0,) gives DynaPipe's straight lines.
         windows: of each layer, as `StepCosts.layer_windows`; layers of a kind have the same.
     """
+    own_windows = _own_windows(windows)
+    window_of = dict(zip(kinds, own_windows or (None,) * len(kinds), strict=True))
     # A weight of 1 means the most common kind of layer.
     usual = max(set(kinds), key=list(kinds).count)
     layer_ms = np.array([sample.kinds_ms[usual] for sample in samples])
     works = [sample.work for sample in samples]
     tails = [sample for sample in samples if sample.work.samples]
-    own_windows = _own_windows(windows)
-    window_of = dict(zip(kinds, own_windows or (None,) * len(kinds), strict=True))
     window = window_of[usual]
     seen = works if window is None else [windowed_work(work, window) for work in works]
     costs = StepCosts(
@@ -107,7 +107,7 @@ def fit_stages(
 
 def _own_windows(windows: Sequence[int | None]) -> tuple[int | None, ...]:
     """The same as `StepCosts.layer_windows`: empty where no layer has one."""
-    return tuple(windows) if any(windows) else ()
+    return tuple(windows) if any(window is not None for window in windows) else ()
 
 
 def errors_on(costs: StepCosts, samples: Sequence[PartSample], kinds: Sequence[int]) -> FitErrors:

@@ -101,6 +101,9 @@ FILE = CostFile(**NAMES, machine="an x86", date="2026-01-01", costs=COSTS)
 
 def test_a_file_comes_back_as_it_was_saved() -> None:
     assert decode_costs(encode_costs(FILE), "f", num_layers=4, **NAMES) == FILE
+    windowed = changed(layer_windows=(0, 0, 8, None))  # those of 0 keep a state
+    found = decode_costs(windowed, "f", num_layers=4, **NAMES)
+    assert found.costs.layer_windows == (0, 0, 8, None)
     assert FILE.file_name == cost_file_name("m", "bfloat16", "cpu", 2)
 
 
@@ -120,7 +123,7 @@ def test_a_file_of_something_else_is_refused_by_name(change: dict[str, object], 
         decode_costs(encode_costs(FILE), "f", **wanted)
 
 
-def broken(**parts: object) -> bytes:
+def changed(**parts: object) -> bytes:
     return encode_costs(
         msgspec.structs.replace(FILE, costs=msgspec.structs.replace(COSTS, **parts))
     )
@@ -132,13 +135,13 @@ def broken(**parts: object) -> bytes:
         b"{}",
         b"not json",
         *JSON.values(),
-        broken(tail=RowCost((2.0, 1.0), (1.0, 1.0), 0.0)),
-        broken(tail=RowCost((), (), 0.0)),
-        broken(embedding=RowCost((1.0,), (-1.0,), 0.0)),
-        broken(layer=LayerCost(RowCost((1.0,), (1.0,), 0.0), 0.0, -1.0, 0.0)),
-        broken(layer_weights=(1.0, 1.0, 1.0, -1.0)),
-        broken(layer_windows=(None, 8)),
-        broken(layer_windows=(None, 8, 8, 0)),
+        changed(tail=RowCost((2.0, 1.0), (1.0, 1.0), 0.0)),
+        changed(tail=RowCost((), (), 0.0)),
+        changed(embedding=RowCost((1.0,), (-1.0,), 0.0)),
+        changed(layer=LayerCost(RowCost((1.0,), (1.0,), 0.0), 0.0, -1.0, 0.0)),
+        changed(layer_weights=(1.0, 1.0, 1.0, -1.0)),
+        changed(layer_windows=(None, 8)),
+        changed(layer_windows=(None, 8, 8, -1)),
     ],
 )
 def test_a_file_that_holds_no_costs_is_refused(content: bytes) -> None:

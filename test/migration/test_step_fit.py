@@ -234,8 +234,15 @@ def test_windows_are_fitted_though_a_step_knows_only_sums() -> None:
 
 
 @pytest.mark.parametrize("layer_counts", [(9, 7), (3, 4, 4, 3, 2)])
-def test_a_server_learns_what_layers_with_a_window_see(layer_counts: tuple[int, ...]) -> None:
-    plain, windows = card_costs(16), (None, 64, 64, 64, None, 512, 64, 64) + (64,) * 8
+@pytest.mark.parametrize(
+    "windows",
+    [(None, 64, 64, 64, None, 512, 64, 64) + (64,) * 8, (0, 0, 0, None) * 4],
+    ids=["windows", "states"],
+)
+def test_a_server_learns_what_layers_with_a_window_see(
+    layer_counts: tuple[int, ...], windows: tuple[int | None, ...]
+) -> None:
+    plain = card_costs(16)
     attending = LayerCost(plain.layer.rows, 0.0, 5e-6, 1e-6)
     truth = StepCosts(attending, plain.embedding, plain.tail, plain.layer_weights, windows)
     found, served = online_costs(truth, layer_counts, noise=0.05)
