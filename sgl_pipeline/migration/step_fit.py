@@ -52,8 +52,10 @@ def fit_parts(
     """
     own_windows = _own_windows(windows)
     window_of = dict(zip(kinds, own_windows or (None,) * len(kinds), strict=True))
-    # A weight of 1 means the most common kind of layer.
-    usual = max(set(kinds), key=list(kinds).count)
+    # A weight of 1 means the most common kind of layer that attends to tokens: times of the others
+    # say nothing about what that costs.
+    attending = [kind for kind in kinds if window_of[kind] != 0]
+    usual = max(set(attending), key=attending.count)
     layer_ms = np.array([sample.kinds_ms[usual] for sample in samples])
     works = [sample.work for sample in samples]
     tails = [sample for sample in samples if sample.work.samples]

@@ -233,6 +233,24 @@ def test_windows_are_fitted_though_a_step_knows_only_sums() -> None:
     assert errors_on(blind, held_out, WINDOWED_KINDS).layer > 0.08
 
 
+def test_layers_with_states_do_not_hide_what_attention_costs() -> None:
+    truth = StepCosts(
+        TRUTH.layer, TRUTH.embedding, TRUTH.tail, (0.5, 0.5, 0.5, 1.0), (0, 0, 0, None)
+    )
+    predictor, samples = StepPredictor(truth), []
+    for step in random_steps(200, seed=11):
+        parts = predictor.parts_ms(step.work)
+        kinds_ms = (0.5 * parts.windows_ms[0], parts.layer_ms)
+        samples.append(PartSample(step.work, kinds_ms, parts.embedding_ms, parts.tail_ms))
+    kinds = (0, 0, 0, 1)
+    fitted = fit_parts(samples, kinds, windows=truth.layer_windows)
+    assert fitted.layer_windows == truth.layer_windows
+    assert fitted.layer_weights == pytest.approx(truth.layer_weights)
+    assert fitted.layer.decode_attended_ms == pytest.approx(truth.layer.decode_attended_ms)
+    assert fitted.layer.prefill_attended_ms == pytest.approx(truth.layer.prefill_attended_ms)
+    assert errors_on(fitted, samples, kinds).layer < 1e-6
+
+
 @pytest.mark.parametrize("layer_counts", [(9, 7), (3, 4, 4, 3, 2)])
 @pytest.mark.parametrize(
     "windows",
