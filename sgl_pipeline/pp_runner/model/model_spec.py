@@ -6,7 +6,7 @@ compute is refused by name, because a model that runs slightly wrong looks like 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,21 +169,17 @@ class DecoderSpec(ModelSpec):
     @property
     def head_dim(self) -> int:
         """The same in all layers that have heads."""
-        return self._full_attention.head_dim
+        return _first_with_heads(self.attentions).head_dim
 
     @property
     def num_query_heads(self) -> int:
         """The same in all layers that have heads."""
-        return self._full_attention.num_query_heads
+        return _first_with_heads(self.attentions).num_query_heads
 
     @property
     def num_kv_heads(self) -> int:
         """The same in all layers that have heads."""
-        return self._full_attention.num_kv_heads
-
-    @property
-    def _full_attention(self) -> LayerAttention:
-        return next(attention for attention in self.attentions if attention.has_heads)
+        return _first_with_heads(self.attentions).num_kv_heads
 
     def layer_experts(self, layer: int) -> ExpertSpec | None:
         """The experts of `layer`; None if it is dense."""
@@ -267,7 +263,6 @@ def model_spec(
     fields = ConfigFields({**family.defaults, **config}, family.spellings)
     _refuse_unsupported_fields(fields.raw, architecture)
     attentions = layer_attentions(fields, family)
-    head_dim = attentions[0].head_dim
     rope = RopeConfig(fields, family)
     own_context_lengths = rope.context_lengths()
     context_length = context_length or own_context_lengths.default
@@ -281,7 +276,7 @@ def model_spec(
         own_context_lengths=own_context_lengths,
         norm_epsilon=fields.number("rms_norm_eps", 1e-6),
         norm_offset=family.norm_offset,
-        rope=rope.spec(head_dim, context_length),
+        rope=rope.spec(_first_with_heads(attentions).head_dim, context_length),
         qkv_bias=family.qkv_bias or bool(fields.get("qkv_bias")),
         output_bias=bool(fields.get("output_bias")),
         mlp_bias=bool(fields.get("mlp_bias")),
@@ -300,6 +295,10 @@ def model_spec(
             f"config.json: head_dim {spec.head_dim} must be even in its rotated share"
         )
     return spec
+
+
+def _first_with_heads(attentions: Sequence[LayerAttention]) -> LayerAttention:
+    return next(attention for attention in attentions if attention.has_heads)
 
 
 def _known_architecture(config: Config) -> str:

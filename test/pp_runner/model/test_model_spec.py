@@ -9,7 +9,12 @@ import torch
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
 from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec, model_spec, read_model_spec
-from sgl_pipeline.pp_runner.model.rope_spec import Llama3Scaling, RopeSpec, YarnScaling
+from sgl_pipeline.pp_runner.model.rope_spec import (
+    Llama3Scaling,
+    PairScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 # As transformers 4 wrote them, shortened to what matters; sizes are those of the real models.
 LLAMA_3_1_8B = {
@@ -439,6 +444,21 @@ def test_the_text_of_qwen_3_5_has_states_in_three_of_four_layers() -> None:
     assert len({spec.layer_kind(layer) for layer in range(40)}) == 2
     shapes = spec.attention_shapes(16, torch.bfloat16, torch.device("cpu"))
     assert {shape.page_bytes for shape in shapes} == {0, 2 * 16 * 2 * 256 * 2}
+
+
+def test_the_rotation_of_a_hybrid_goes_by_the_heads_that_it_has() -> None:
+    """The first layers have none; a quarter of 256 dimensions is rotated."""
+
+    def rope(context_length: int, **parameters: object) -> RopeSpec:
+        parameters |= {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
+        text = {**QWEN_3_5_TEXT, "rope_parameters": parameters, "max_position_embeddings": 4096}
+        return model_spec({**QWEN_3_5_35B, "text_config": text}, None, context_length).rope
+
+    dynamic = rope(8192, rope_type="dynamic", factor=4.0)
+    assert dynamic.theta == pytest.approx(1e7 * 5 ** (64 / 62))
+    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    longrope = rope(4096, rope_type="longrope", original_max_position_embeddings=2048, **factors)
+    assert longrope.scaling == PairScaling((2.0,) * 32)
 
 
 @pytest.mark.parametrize(
