@@ -23,7 +23,7 @@ from sgl_pipeline.managers.doctor.head import doctor_head
 from sgl_pipeline.managers.doctor.host_end import host_end
 from sgl_pipeline.managers.doctor.other_host import answer_doctor
 from sgl_pipeline.managers.doctor.report import as_facts, as_text
-from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
+from sgl_pipeline.managers.planning.stage_flags import add_slots_flag, add_stage_flags
 
 if TYPE_CHECKING:
     from sgl_pipeline.managers.doctor.pipeline_forecast import PipelineForecast
@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pp", type=int, help="stages to forecast; by default one a host")
     add_stage_flags(parser)
+    add_slots_flag(parser)
     parser.set_defaults(device="cpu")  # the hosts' memory is looked at, and not their GPUs'
     return parser
 

@@ -50,7 +50,8 @@ def saved_costs(options: argparse.Namespace, cluster: ClusterArgs) -> SavedCosts
     """
     here = len(workers_of_host(num_stages(options, cluster), cluster.num_hosts, cluster.rank))
     path = find_model(options.model, None, None, may_fetch=False)
-    stages, spec = stages_of(argparse.Namespace(**vars(options) | {"model": path, "pp": here}))
+    own_options = argparse.Namespace(**vars(options) | {"model": path, "pp": here})
+    stages, spec = stages_of(own_options, options.max_mamba_cache_size)
     if (file := find_costs(stages, spec.num_layers)) is None:
         raise ConfigurationError(
             f"host {cluster.rank} has no saved costs of {here} stages of this model in "

@@ -117,8 +117,9 @@ def fit_costs(
     )
 
 
-def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
-    """The stages that a command's options describe, and their model."""
+def stages_of(options: argparse.Namespace, num_state_slots: int = 0) -> tuple[StageArgs, ModelSpec]:
+    """The stages that a command's options describe, and their model; a model with states has so
+    many slots."""
     model_path = find_model(options.model, None, None)
     overrides = options.json_model_override_args
     spec, generic_spec = choose_model(
@@ -135,6 +136,7 @@ def stages_of(options: argparse.Namespace) -> tuple[StageArgs, ModelSpec]:
         kv_cache_dtype=options.kv_cache_dtype,
         rope_overrides=overrides,
         cpu_threads=options.cpu_threads_per_stage,
+        num_state_slots=num_state_slots if spec.has_states else 0,
     )
     return stages, spec
 

@@ -30,7 +30,7 @@ from sgl_pipeline.managers.planning.hosts_report import (
 )
 from sgl_pipeline.managers.planning.measuring import measuring_worker
 from sgl_pipeline.managers.planning.split_report import SplitForecast, SplitPlanner
-from sgl_pipeline.managers.planning.stage_flags import add_stage_flags
+from sgl_pipeline.managers.planning.stage_flags import add_slots_flag, add_stage_flags
 from sgl_pipeline.managers.stages.stage_processes import stage_threads
 from sgl_pipeline.migration.cost_model import predicted_costs
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -52,12 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(options: argparse.Namespace) -> str:
     network = None if options.hosts is None else read_host_network(options.hosts)
     options.pp = _stages_here(options, network)
-    stages, spec = stages_of(options)
-    stages = replace(
-        stages,
-        memory_fraction=options.mem_fraction_static,
-        num_state_slots=options.max_mamba_cache_size if spec.has_states else 0,
-    )
+    stages, spec = stages_of(options, options.max_mamba_cache_size)
+    stages = replace(stages, memory_fraction=options.mem_fraction_static)
     wanted = options.layer_counts
     asked = None if wanted is None else parse_layer_partition(wanted, options.pp, spec.num_layers)
     num_stages = options.pp if network is None else network.num_stages
@@ -223,12 +219,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-total-tokens", type=int, default=SchedulingArgs().page_size, help="KV, at least"
     )
-    parser.add_argument(
-        "--max-mamba-cache-size",
-        type=int,
-        default=SchedulingArgs().max_running_requests,
-        help="state slots that have to fit, of a model with states",
-    )
+    add_slots_flag(parser)
     parser.add_argument("--mem-fraction-static", type=float, default=0.88)
     parser.add_argument("--step", help="decodes,context,prompt tokens; by default 32,512,144")
     return parser

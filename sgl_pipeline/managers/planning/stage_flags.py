@@ -3,7 +3,7 @@
 import argparse
 import shlex
 
-from sgl_pipeline.args import KV_CACHE_DTYPES, MODEL_IMPLS
+from sgl_pipeline.args import KV_CACHE_DTYPES, MODEL_IMPLS, SchedulingArgs
 
 
 def add_stage_flags(parser: "argparse._ActionsContainer") -> None:
@@ -15,6 +15,16 @@ def add_stage_flags(parser: "argparse._ActionsContainer") -> None:
     parser.add_argument("--cpu-threads-per-stage", type=int)
     parser.add_argument(
         "--json-model-override-args", default="{}", help="as of the server: rope fields, in JSON"
+    )
+
+
+def add_slots_flag(parser: "argparse._ActionsContainer") -> None:
+    """Adds the number of state slots, for commands that say what fits."""
+    parser.add_argument(
+        "--max-mamba-cache-size",
+        type=int,
+        default=SchedulingArgs().max_running_requests,
+        help="state slots that have to fit, of a model with states",
     )
 
 
