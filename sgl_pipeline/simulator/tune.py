@@ -18,6 +18,8 @@ FLAGS = {field.name: flag.names[0] for field, flag in flags_of(ThrottleArgs)}
 
 # A capacity is known to within this share.
 RATE_TOLERANCE = 0.03
+# Requests that arrive faster come at once, but for the first, which begins alone.
+MOST_RATE_PER_S = 1e6
 
 # The share of requests that meet the target when so many arrive in a second.
 Attainment = Callable[[ThrottleArgs, float], float]
@@ -42,7 +44,7 @@ def capacity(
 ) -> float:
     """The highest rate at which at least `needed_share` of the requests meet the target, to within
     RATE_TOLERANCE; 0 when even a hundredth of a request a second is too much, infinity when all may
-    come at once."""
+    come at once, or as good as that."""
 
     def carries(rate_per_s: float) -> bool:
         return attainment(throttle, rate_per_s) >= needed_share
@@ -51,6 +53,8 @@ def capacity(
         return math.inf
     low, high = 0.0, guess_per_s or 1.0
     while carries(high):
+        if high > MOST_RATE_PER_S:
+            return math.inf
         low, high = high, high * 2
     while not low and high > 0.01:
         if carries(high / 2):

@@ -110,7 +110,7 @@ def test_tune_ends_with_flags_for_the_server(
     policy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trace = tmp_path / "short.csv"
-    trace.write_text("input_tokens,output_tokens\n" + "900,5\n" * 6)
+    trace.write_text("input_tokens,output_tokens\n" + "900,5\n" * 12)
     arguments = ["tune", "--model", "Qwen2.5-14B", "--trace", str(trace), "--policy", policy]
     arguments += ["--target-ttft-ms", "400", "--target-tpot-ms", "200"]
     assert main(arguments) == 0

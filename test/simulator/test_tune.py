@@ -31,6 +31,11 @@ def test_a_target_that_a_burst_meets_has_no_limit() -> None:
     assert capacity(lambda throttle, rate: 1.0, ThrottleArgs(policy="throttle"), 0.9) == math.inf
 
 
+def test_a_target_that_any_rate_meets_has_no_limit_though_a_burst_misses_it() -> None:
+    args = ThrottleArgs(policy="throttle")
+    assert capacity(lambda throttle, rate: float(rate < math.inf), args, 0.9) == math.inf
+
+
 def test_what_carries_nothing_has_no_capacity() -> None:
     assert capacity(lambda throttle, rate: 0.0, ThrottleArgs(policy="throttle"), 0.9) == 0.0
 
