@@ -17,8 +17,12 @@ def refuse_with_states(
     disaggregation: DisaggregationArgs,
 ) -> None:
     """Raises ConfigurationError for the first of them that is given."""
+    require(
+        device == "cpu",
+        f"--device {device}, the default where there is a GPU, is not built for models with "
+        "states: their kernels are for CPUs only; use --device cpu",
+    )
     refusals = {
-        f"--device {device}": (device != "cpu", "their kernels are for CPUs only"),
         f"--migration {migration.mode}": (
             migration.mode != "off",
             STATES_STAY,

@@ -81,9 +81,7 @@ def _both(options: argparse.Namespace) -> CapacityResult:
             pipeline=pipeline_of(options, facts),
             throttle=flags.throttle_in_force(knobs, policies[0]),
             scheduling=replace(
-                flags.scheduling_of(options),
-                page_size=facts.page_size,
-                accounting=knobs["accounting"],
+                facts.in_force(flags.scheduling_of(options)), accounting=knobs["accounting"]
             ),
             load=server.load,
         )

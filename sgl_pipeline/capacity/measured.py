@@ -1,14 +1,14 @@
 """The load served by a server of ours: the measuring side."""
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
 
 import msgspec
 import requests
 
-from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.capacity.load import CapacityLoad
 from sgl_pipeline.capacity.load_client import LoadClient
 from sgl_pipeline.capacity.rate_trial import Round
@@ -26,10 +26,21 @@ class ServerFacts(msgspec.Struct, frozen=True):
     layer_partition: list[int]
     page_size: int
     total_pages: int
+    state_slots: int
 
     @property
     def pool_tokens(self) -> int:
         return self.page_size * self.total_pages
+
+    def in_force(self, asked: SchedulingArgs) -> SchedulingArgs:
+        """`asked` with the page size and state slots of the server; with states it has no radix
+        cache."""
+        return replace(
+            asked,
+            page_size=self.page_size,
+            num_state_slots=self.state_slots,
+            radix_cache=asked.radix_cache and not self.state_slots,
+        )
 
 
 class _Info(msgspec.Struct, frozen=True):

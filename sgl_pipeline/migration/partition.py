@@ -19,19 +19,26 @@ def fits_in(sizes: PartSizes, memory_bytes: Sequence[int], num_tokens: int) -> F
 
 
 def balanced_layer_counts(
-    costs: Sequence[StageCosts], fits: Fits = lambda stage, start, end: True
+    costs: Sequence[StageCosts],
+    fits: Fits = lambda stage, start, end: True,
+    *,
+    have_states: bool = False,
 ) -> tuple[int, ...]:
     """The split, of at least one layer a stage that it can hold, with the fastest slowest stage; of
     several such, the most even one (the least sum of squares of the stages' times), then longer
     runs first.
 
+    Args:
+        have_states: True if state slots take memory of the stages, which the error then names.
+
     Raises ConfigurationError if the stages cannot hold the model in any split.
     """
     fastest = _cheapest_split(costs, max, fits)
     if fastest is None:
+        slots = ", fewer state slots (--max-mamba-cache-size)" if have_states else ""
         raise ConfigurationError(
             f"the {len(costs[0].layers_ms)} layers do not fit into the memory of {len(costs)} "
-            "stages, however they are split; use more stages (--pp) or fewer KV tokens "
+            f"stages, however they are split; use more stages (--pp){slots} or fewer KV tokens "
             "(--max-total-tokens)"
         )
     slowest_ms = max(stage_times_ms(costs, fastest))

@@ -38,8 +38,9 @@ def plan_by_time(
     """
     costs = _stage_costs(found, hosts, stages.device, predictor)
     memory_bytes = [own.memory_bytes for own in found]
-    fits = fits_in(found[0].sizes, memory_bytes, stages.max_total_tokens or 0)
-    counts = balanced_layer_counts(costs, fits)
+    sizes = found[0].sizes
+    fits = fits_in(sizes, memory_bytes, stages.max_total_tokens or 0)
+    counts = balanced_layer_counts(costs, fits, have_states=bool(sizes.state_bytes))
     return StagePlan(0, counts), _predicted_ms(costs, counts)
 
 

@@ -31,7 +31,6 @@ def test_a_model_with_states_has_no_boundary_logs() -> None:
 @pytest.mark.parametrize(
     ("section", "flag"),
     [
-        ({"stages": replace(WITH_STATES.stages, device="cuda")}, "--device cuda"),
         ({"migration": MigrationArgs(mode="manual")}, "--migration manual"),
         ({"recovery": RecoveryArgs(log_mib=64)}, "--recovery-log-mib 64"),
         ({"disaggregation": DECODE}, "--disaggregation-mode decode"),
@@ -50,3 +49,12 @@ def test_what_states_cannot_do_is_refused_by_name(section: dict[str, object], fl
     text = str(refused.value)
     assert "\n" not in text
     assert text.startswith(f"{flag} is not built for models with states: ")
+
+
+def test_a_gpu_is_refused_with_the_flag_that_helps_where_none_was_given_too() -> None:
+    """Without `--device` the GPU is found: to leave the flag out would fail again."""
+    with pytest.raises(ConfigurationError) as refused:
+        replace(WITH_STATES, stages=replace(WITH_STATES.stages, device="cuda"))
+    text = str(refused.value)
+    assert text.endswith("; use --device cpu") and "\n" not in text
+    assert "--device cuda" in text and "leave it out" not in text

@@ -86,6 +86,17 @@ def equal_workers(
     return [StageCosts((1.0,) * num_layers, embedding_ms, head_ms)] * num_stages
 
 
+@pytest.mark.parametrize("have_states", [False, True])
+def test_what_may_take_less_memory_is_named(have_states: bool) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        balanced_layer_counts(
+            equal_workers(4, 2, head_ms=1.0), lambda *_: False, have_states=have_states
+        )
+    text = str(refused.value)
+    assert "(--pp)" in text and "(--max-total-tokens)" in text
+    assert ("(--max-mamba-cache-size)" in text) is have_states
+
+
 def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
     assert balanced_layer_counts(equal_workers(16, 4, head_ms=2.9)) == (5, 5, 4, 2)
     assert balanced_layer_counts(equal_workers(16, 4, head_ms=0.0)) == (4, 4, 4, 4)

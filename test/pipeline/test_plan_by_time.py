@@ -1,14 +1,16 @@
-"""After a loss fewer stages share the layers by what the workers measured at the start."""
+"""Layers are shared by what the workers measured at the start, then and after a loss."""
 
 import msgspec
 import pytest
 from support.served_steps import flat_costs
 from support.worker_messages import COSTS, NUM_LAYERS, hello
 
+from sgl_pipeline.args import StageArgs
 from sgl_pipeline.costs.stage_costs import PartCosts, PartSample
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.known_worker import Worker
-from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer
+from sgl_pipeline.pipeline.plan_by_time import counts_for_fewer, plan_by_time
 
 
 def worker(
@@ -66,3 +68,15 @@ def test_memory_that_was_measured_bounds_the_split_where_any_split_keeps_to_it()
     # What the lost one has left of the memory counts too, and loading looks at it.
     both = [worker(number, costs=COSTS, memory_bytes=3 * 101) for number in range(2)]
     assert counts(both, both) == (5, 3)
+
+
+@pytest.mark.parametrize(("state_bytes", "is_named"), [(0, False), (400, True)])
+def test_a_start_without_room_names_the_slots_where_states_take_memory(
+    state_bytes: int, is_named: bool
+) -> None:
+    sizes = msgspec.structs.replace(COSTS.sizes, state_layers=(0, 1), state_bytes=state_bytes)
+    found = [msgspec.structs.replace(COSTS, sizes=sizes, memory_bytes=300)] * 2
+    stages = StageArgs(model_path="m", dtype="float32", num_stages=2)
+    with pytest.raises(ConfigurationError, match="do not fit") as refused:
+        plan_by_time(found, ["a", "a"], stages, None)
+    assert ("--max-mamba-cache-size" in str(refused.value)) is is_named

@@ -16,7 +16,7 @@ from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.tested_families import TESTED_MODEL_TYPES
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
-from sgl_pipeline.pp_runner.model.rope_config import read_rope_overrides
+from sgl_pipeline.pp_runner.model.rope_overrides import read_rope_overrides
 from sgl_pipeline.process_lifetime import child_environment
 
 logger = logging.getLogger(__name__)

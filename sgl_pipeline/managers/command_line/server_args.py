@@ -6,10 +6,10 @@ that cannot be honored ends in a ConfigurationError that names the flag.
 """
 
 import argparse
-import json
 import logging
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_pipeline.args import KV_CACHE_DTYPES, SECTIONS, PipelineArgs
 from sgl_pipeline.args.disaggregation_args import PAGE_LINK
@@ -31,8 +31,9 @@ from sgl_pipeline.managers.upstream.upstream_environment import (
     name_variables_without_effect,
 )
 from sgl_pipeline.managers.upstream.upstream_fields import HELP, NOTED, UPSTREAM_VALUES
-from sgl_pipeline.model_directory import weight_format
+from sgl_pipeline.model_directory import read_json_object, weight_format
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
+from sgl_pipeline.pp_runner.model.rope_overrides import overrides_of_front
 from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.pp_runner.weights.quantization_config import W4A8_INT8
 
@@ -98,7 +99,9 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
         setattr(options, name, value)
     options.model_path, options.dtype = model_path, stages.dtype
     options.context_length = spec.context_length
-    options.json_model_override_args = _config_of_front(spec, options.json_model_override_args)
+    options.json_model_override_args = _config_of_front(
+        spec, model_path, options.json_model_override_args
+    )
     options.served_model_name = served_name or "sgl-pipeline-demo"
     upstream = ServerArgs.from_cli_args(options)
     try:
@@ -213,10 +216,12 @@ def _note_context_length(spec: ModelSpec, asked: int | None) -> None:
         )
 
 
-def _config_of_front(spec: ModelSpec, overrides: str) -> str:
+def _config_of_front(spec: ModelSpec, model_path: str, overrides: str) -> str:
     """`--json-model-override-args` of upstream, which takes `max_position_embeddings` for the whole
     context of YaRN, whatever its factor is."""
-    if not isinstance(spec, DecoderSpec) or not isinstance(spec.rope.scaling, YarnScaling):
+    if not isinstance(spec, DecoderSpec):
         return overrides
-    longest = {"max_position_embeddings": spec.own_context_lengths.longest}
-    return json.dumps({**json.loads(overrides), **longest})
+    is_yarn = isinstance(spec.rope.scaling, YarnScaling)
+    longest = spec.own_context_lengths.longest if is_yarn else None
+    config = read_json_object(Path(model_path) / "config.json")
+    return overrides_of_front(config, overrides, longest)

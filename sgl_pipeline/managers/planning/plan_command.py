@@ -66,9 +66,15 @@ def _report(options: argparse.Namespace) -> str:
     costs, sizes, host_bytes = step_costs_here(stages, spec, step, file)
     source = f"fitted on {file.machine}, {file.date}" if file else "measured now"
     lines = [
-        f"{model_name(stages.model_path)}, {stages.precision}: a step of {step}; times {source}",
-        "",
+        f"{model_name(stages.model_path)}, {stages.precision}: a step of {step}; times {source}"
     ]
+    if sizes.state_bytes:
+        lines.append(
+            f"{stages.num_state_slots} state slots (--max-mamba-cache-size) take "
+            f"{_gib(sizes.state_bytes * len(sizes.state_layers))} in all layers; a server takes "
+            "fewer by itself where they do not fit"
+        )
+    lines.append("")
     if network is not None:
         row_bytes = spec.hidden_size * getattr(torch, stages.dtype).itemsize
         step_bytes = step.work.tokens * row_bytes

@@ -86,7 +86,8 @@ class SplitPlanner:
         Raises ConfigurationError if there is none.
         """
         fits = fits_in(self._sizes, self._memory_bytes, num_tokens)
-        return self.forecast(balanced_layer_counts(self._costs, fits))
+        have_states = bool(self._sizes.state_bytes)
+        return self.forecast(balanced_layer_counts(self._costs, fits, have_states=have_states))
 
     def roomiest(self, num_tokens: int = 0) -> SplitForecast:
         """The split with about the most pages whose slowest stage is at most `ROOM_SHARE` slower

@@ -41,7 +41,7 @@ class LoadReport:
         self._mode = mode
         self._writer = ShmLoadSnapshotWriter(path, dp_size=1, dp_rank=0)
         self._page_size = args.page_size
-        self._max_running_requests = args.max_running_requests
+        self._max_running_requests = args.most_running_requests
         # Of all layers, wherever they are; stages keep room for more than they have.
         page_bytes = capacity.plan.num_layers * capacity.layer_page_bytes
         self._memory = MemoryMetrics(

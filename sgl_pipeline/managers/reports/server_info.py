@@ -77,7 +77,7 @@ def describe_page(args: PipelineArgs, server_args: Any) -> dict[str, Any]:
         "pause_free_share": throttle.pause_free_share,
         "target_ttft_ms": throttle.target_ttft_ms,
         "target_tpot_ms": throttle.target_tpot_ms,
-        "max_running_requests": args.scheduling.max_running_requests,
+        "max_running_requests": args.scheduling.most_running_requests,
     }
 
 

@@ -18,11 +18,15 @@ _OF_WHOLE_MODEL = (
 def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of the text model of a multimodal config, as a text model's config has them; any
     other `config` as it is."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
+    if not has_text_config(config):
         return config
     of_all = {name: config[name] for name in _OF_WHOLE_MODEL if config.get(name) is not None}
-    return {**text, **of_all}
+    return {**config["text_config"], **of_all}
+
+
+def has_text_config(config: Mapping[str, Any]) -> bool:
+    """True if the fields of `config`'s text model are under `text_config`."""
+    return isinstance(config.get("text_config"), Mapping)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields, text_fields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions, state_shape
-from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig, with_rope_overrides
+from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig
+from sgl_pipeline.pp_runner.model.rope_overrides import with_rope_overrides
 from sgl_pipeline.pp_runner.model.rope_spec import RopeSpec
 from sgl_pipeline.pp_runner.weights.quantization_config import (
     choose_quantization,
@@ -238,8 +239,7 @@ def read_model_spec(
         raise ConfigurationError(f"--model-path {path}: no such directory")
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.exists() else {}
-    config = text_fields(read_json_object(directory / "config.json"))
-    config = with_rope_overrides(config, rope_overrides)
+    config = with_rope_overrides(read_json_object(directory / "config.json"), rope_overrides)
     spec = model_spec(config, generation, context_length)
     chosen = choose_quantization(
         quantization, spec.quantization, spec.names.head, has_tied_head=spec.tied_embeddings

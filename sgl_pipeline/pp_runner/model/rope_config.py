@@ -8,7 +8,6 @@ change the numbers, and tokens are those of transformers at every length; `--con
 for more, as with vLLM and SGLang. It must never pass over a rope parameter that changes the maths.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -25,14 +24,6 @@ from sgl_pipeline.pp_runner.model.rope_spec import (
     YarnScaling,
 )
 
-_PARAMETER_FIELDS = ("rope_scaling", "rope_parameters")
-# Fields of a config that `--json-model-override-args` may set.
-OVERRIDABLE = (
-    *_PARAMETER_FIELDS,
-    "rope_theta",
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-)
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _FACTORS = frozenset(
     "factor original_max_position_embeddings low_freq_factor high_freq_factor attention_factor"
@@ -232,48 +223,3 @@ def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parameters, Mapping):
         raise ConfigurationError(f"config.json: rope_scaling is {parameters!r}, not an object")
     return parameters
-
-
-def read_rope_overrides(text: str) -> dict[str, Any]:
-    """The fields of `--json-model-override-args`.
-
-    Raises ConfigurationError, which names the flag, for other text and for other fields.
-    """
-    flag = f"--json-model-override-args {text}"
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{flag} is not JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigurationError(f"{flag} is not a JSON object")
-    if others := given.keys() - set(OVERRIDABLE):
-        raise ConfigurationError(
-            f"{flag}: {', '.join(sorted(others))} cannot be overridden; only "
-            f"{', '.join(OVERRIDABLE)} can"
-        )
-    for name in _PARAMETER_FIELDS:
-        if not isinstance(given.get(name, {}), dict):
-            raise ConfigurationError(f"{flag}: {name} is not a JSON object")
-    return given
-
-
-def with_rope_overrides(config: Mapping[str, Any], overrides: str) -> Mapping[str, Any]:
-    """`config` with the rope fields of `--json-model-override-args`, the JSON text `overrides`.
-
-    Parameters are merged as SGLang merges them: those that `overrides` does not name stay.
-
-    Raises ConfigurationError as `read_rope_overrides`, and for a length that `config` lacks.
-    """
-    given = read_rope_overrides(overrides)
-    if "max_position_embeddings" in given and "max_position_embeddings" not in config:
-        raise ConfigurationError(
-            f"--json-model-override-args {overrides}: config.json has no max_position_embeddings"
-        )
-    new: dict[str, Any] = {}
-    for name in _PARAMETER_FIELDS:
-        new |= given.pop(name, {})
-    if "type" in new:  # else the type in the config, in the newer spelling, would win
-        new.setdefault("rope_type", new["type"])
-    if "rope_theta" in given:
-        new["rope_theta"] = given["rope_theta"]
-    return {**config, **given, "rope_scaling": {**rope_parameters(config), **new}}

@@ -57,8 +57,10 @@ def read_plain_stack(
     """
     num_bytes = 0
     for plain in source.read(name, shape):
-        matrix: Matrix = plain.clone()
-        if scheme is not None:
+        matrix: Matrix
+        if scheme is None:
+            matrix = plain.clone()
+        else:
             matrix = round_matrix(source, name, plain, scheme)
         num_bytes += matrix.nbytes
         yield matrix

@@ -48,6 +48,8 @@ from sgl_pipeline.simulator.tune import server_flags
 from sgl_pipeline.throttle import POLICY_TABLE
 
 YARN_OVERRIDE = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}'
+YARN_OVERRIDE_OF_TEXT = f'{{"text_config": {YARN_OVERRIDE}}}'
+LINEAR_OVERRIDE = '{"rope_scaling": {"rope_type": "linear", "factor": 2.0}}'
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +466,9 @@ def test_upstreams_front_reads_the_config_of_every_family(name: str) -> None:
         ("qwen2-yarn", [], 128, None),
         ("qwen2-yarn", ["--context-length", "100"], 100, 100),
         ("qwen3", ["--json-model-override-args", YARN_OVERRIDE], 4096, None),
+        ("qwen3.5-multimodal", ["--json-model-override-args", YARN_OVERRIDE], 4096, None),
+        ("qwen3.5-multimodal", ["--json-model-override-args", YARN_OVERRIDE_OF_TEXT], 4096, None),
+        ("qwen3.5-multimodal", ["--json-model-override-args", LINEAR_OVERRIDE], 4096, None),
         ("llama-biases-linear-rope", [], 8192, None),
         ("llama-dynamic", [], 64, None),
         ("llama-dynamic", ["--context-length", "256"], 256, 256),

@@ -148,6 +148,17 @@ def test_a_plan_without_saved_costs_is_measured(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.multiproc
+def test_a_plan_tells_the_memory_of_state_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", str(tiny_model("qwen3.5")), "--dtype", "float32", "--pp", "2"]
+    assert plan_command.main([*flags, "--step", "4,16,8"]) == 0
+    assert "256 state slots (--max-mamba-cache-size) take 0.0" in capsys.readouterr().out
+    few = [*flags, "--step", "4,16,8", "--devices", "1MB,1MB"]
+    assert plan_command.main(few) == 1
+    assert "fewer state slots (--max-mamba-cache-size)" in capsys.readouterr().err
+    assert plan_command.main([*few, "--max-mamba-cache-size", "1"]) == 0
+
+
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("more", "message"),
     [

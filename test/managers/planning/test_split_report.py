@@ -93,3 +93,11 @@ def test_what_is_no_device_is_named(text: str) -> None:
 def test_as_many_devices_as_stages() -> None:
     with pytest.raises(ConfigurationError, match=r"1 devices, --pp.* 2"):
         parse_devices("cpu", 2, GIB, 0.5)
+
+
+def test_memory_that_state_slots_take_is_named_where_no_split_fits() -> None:
+    with_slots = msgspec.structs.replace(SIZES, state_layers=(*range(12),), state_bytes=900)
+    room = devices(*((1000, 1.0),) * 3)
+    SplitPlanner(COSTS, SIZES, room).fastest()
+    with pytest.raises(ConfigurationError, match="--max-mamba-cache-size"):
+        SplitPlanner(COSTS, with_slots, room).fastest()

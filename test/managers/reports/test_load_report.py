@@ -71,7 +71,8 @@ def test_the_fuller_of_pages_and_state_slots_is_the_usage(tmp_path: Path) -> Non
     pipeline.schedule()
     state = pipeline.core.state(1.0)
     assert (state.state_slots, state.free_state_slots, state.state_usage) == (2, 1, 0.5)
-    assert report.publish(state).token_usage == 0.5
+    load = report.publish(state)
+    assert (load.token_usage, load.max_running_requests) == (0.5, 2)
     report.close()
     pipeline.drain()
 

@@ -1,14 +1,17 @@
 """`/server_info` speaks of the plan in use."""
 
 import json
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 from support.moves import movable_core, stages_get_ready, stages_switch
 from support.step_records import recovery_record, tier_state
 
-from sgl_pipeline.args import PipelineArgs, StageArgs
+from sgl_pipeline.args import PipelineArgs, SchedulingArgs, StageArgs
 from sgl_pipeline.managers.reports.interval_line import status_line
 from sgl_pipeline.managers.reports.server_info import (
+    describe_page,
     describe_start,
     describe_state,
     summarize_start,
@@ -42,6 +45,14 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
     facts = start | describe_state(core.state(4.0))
     assert (facts["layer_partition"], facts["plan_epoch"]) == ([1, 3], 1)
     assert facts["predicted_step_ms_of_stages"] is None
+
+
+@pytest.mark.parametrize(("num_state_slots", "most"), [(0, 256), (3, 3), (300, 256)])
+def test_the_page_tells_how_many_requests_run_at_once(num_state_slots: int, most: int) -> None:
+    scheduling = SchedulingArgs(num_state_slots=num_state_slots, radix_cache=not num_state_slots)
+    args = PipelineArgs(stages=StageArgs(model_path="", dtype="float32"), scheduling=scheduling)
+    page = describe_page(args, SimpleNamespace(served_model_name="m"))
+    assert page["max_running_requests"] == most
 
 
 def test_recoveries_are_listed_and_the_one_under_way_is_said() -> None:

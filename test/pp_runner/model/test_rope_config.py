@@ -7,7 +7,7 @@ import pytest
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, model_spec
-from sgl_pipeline.pp_runner.model.rope_config import with_rope_overrides
+from sgl_pipeline.pp_runner.model.rope_overrides import overrides_of_front, with_rope_overrides
 from sgl_pipeline.pp_runner.model.rope_spec import LinearScaling, PairScaling, YarnScaling
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -155,6 +155,7 @@ def test_an_override_keeps_the_parameters_that_it_does_not_name() -> None:
         ('{"num_hidden_layers": 2, "rope_theta": 5}', "num_hidden_layers cannot be overridden"),
         ('{"rope_scaling": "yarn"}', "rope_scaling is not a JSON object"),
         ('{"rope_parameters": null}', "rope_parameters is not a JSON object"),
+        ('{"text_config": {"rope_theta": 5}}', "config.json has no text_config"),
     ],
 )
 def test_other_overrides_are_refused_by_name(overrides: str, named: str) -> None:
@@ -166,3 +167,37 @@ def test_a_length_that_the_config_spells_otherwise_is_not_overridden_in_vain() -
     config = {name: v for name, v in BASE.items() if name != "max_position_embeddings"}
     with pytest.raises(ConfigurationError, match="has no max_position_embeddings"):
         with_rope_overrides(config, '{"max_position_embeddings": 65536}')
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_multimodal_config_takes_overrides_at_its_top_and_under_text_config(
+    is_nested: bool,
+) -> None:
+    own = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 1.0}
+    text = {key: value for key, value in BASE.items() if key != "rope_theta"}
+    config = {**BASE, "text_config": text | {"rope_parameters": own}, "vision_config": {}}
+    given: dict[str, Any] = {"rope_scaling": YARN}
+    overrides = json.dumps({"text_config": given} if is_nested else given)
+    assert model_spec(with_rope_overrides(config, overrides)) == spec_of(YARN)
+    told = json.loads(overrides_of_front(config, overrides, 131072))
+    # SGLang replaces the parameters under `text_config`, and merges others.
+    merged = {"rope_scaling": own | YARN, "max_position_embeddings": 131072}
+    assert told == {"text_config": merged}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ('{"text_config": {"hidden_size": 8}}', "hidden_size cannot be overridden"),
+        ('{"text_config": 8}', "text_config is not a JSON object"),
+        ('{"text_config": {}, "rope_theta": 5}', "all fields in text_config, or all beside it"),
+    ],
+)
+def test_other_overrides_of_a_multimodal_config_are_refused(overrides: str, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        with_rope_overrides({"text_config": BASE}, overrides)
+
+
+def test_a_front_is_told_nothing_of_a_config_that_it_reads_as_we_do() -> None:
+    assert overrides_of_front({"text_config": BASE}, "{}") == "{}"
+    assert json.loads(overrides_of_front(BASE, "{}", 131072)) == {"max_position_embeddings": 131072}

@@ -1,12 +1,14 @@
 """Matrices of all experts in one tensor, plain and made up; those of files are held to
 transformers in test_mxfp4_models.py."""
 
+import pytest
 import torch
 
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.weights.quantization_config import read_quantization
 from sgl_pipeline.pp_runner.weights.quantized_weights import Mxfp4Weight
-from sgl_pipeline.pp_runner.weights.stacked_matrices import read_stacked_matrices
+from sgl_pipeline.pp_runner.weights.schemes import Int8Scheme
+from sgl_pipeline.pp_runner.weights.stacked_matrices import read_plain_stack, read_stacked_matrices
 
 NAME = "model.layers.3.mlp.experts.down_proj"
 
@@ -30,3 +32,15 @@ def test_only_experts_are_in_four_bits() -> None:
     assert quantization.scheme_of(NAME) is not None
     for name in ("lm_head", "model.layers.3.mlp.router", "model.layers.3.self_attn.q_proj"):
         assert quantization.scheme_of(name) is None
+
+
+def test_experts_are_copied_out_of_their_stack_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = DummyWeights(torch.bfloat16, torch.device("cpu"))
+    for matrix in read_plain_stack(weights, None, NAME, (3, 40, 64)):
+        assert isinstance(matrix, torch.Tensor)
+        assert matrix.untyped_storage().nbytes() == matrix.nbytes  # the stack may go
+    clones = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda own: clones.append(own) or clone(own))
+    assert len(list(read_plain_stack(weights, Int8Scheme(), NAME, (3, 40, 64)))) == 3
+    assert not clones
