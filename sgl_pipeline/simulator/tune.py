@@ -18,7 +18,7 @@ FLAGS = {field.name: flag.names[0] for field, flag in flags_of(ThrottleArgs)}
 
 # A capacity is known to within this share.
 RATE_TOLERANCE = 0.03
-# Requests that arrive faster come at once, but for the first, which begins alone.
+# Requests that arrive faster come at once, except that the first begins alone.
 MOST_RATE_PER_S = 1e6
 
 # The share of requests that meet the target when so many arrive in a second.
