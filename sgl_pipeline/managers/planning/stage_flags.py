@@ -24,8 +24,8 @@ def add_slots_flag(parser: "argparse._ActionsContainer") -> None:
         "--max-mamba-cache-size",
         type=int,
         default=SchedulingArgs().max_running_requests,
-        help="state slots that have to fit, of a model with states; by default %(default)s, as many "
-        "as requests that a server runs at once where they fit",
+        help="state slots that have to fit, of a model with states; by default %(default)s, as "
+        "many as requests that a server runs at once where they fit",
     )
 
 
