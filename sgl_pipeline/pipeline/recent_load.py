@@ -102,6 +102,6 @@ class RecentWork(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[StepRecord]
     knobs: dict[str, Knob]
     ranges: dict[str, list[Knob]]
-    scheduling: dict[str, int | str | bool | None]
+    scheduling: dict[str, int | float | str | bool | None]
     pool_tokens: int
     now_s: float

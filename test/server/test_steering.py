@@ -143,7 +143,7 @@ def test_a_knob_is_turned_under_load_and_no_token_changes(server: LiveServer, tr
         status, told = patch(server, prefill_spread_steps=4, max_prefill_tokens=64)
         assert status == 200, told
         assert patch(server, policy="sarathi")[0] == 200
-        assert patch(server, undo=True)[1]["policy"] == "throttle"
+        assert patch(server, undo=True)[1]["policy"] == "throttle-time"
         assert output.result() == alone
     change = told["change"]
     assert change["after"] == {"prefill_spread_steps": 4, "max_prefill_tokens": 64}
@@ -159,7 +159,7 @@ def test_a_knob_is_turned_under_load_and_no_token_changes(server: LiveServer, tr
     wait_until(lambda: Samples(server).value(name, knob="max_prefill_tokens") == 64)
     samples = Samples(server)
     assert samples.value(name, knob="prefill_spread_steps") == 4
-    assert samples.value("sgl_pipeline_policy", policy="throttle") == 1
+    assert samples.value("sgl_pipeline_policy", policy="throttle-time") == 1
     assert samples.value("sgl_pipeline_policy", policy="sarathi") == 0
     assert samples.value("sgl_pipeline_throttle_changes_total", cause="undo") == 1
     requests.post(f"{server.url}/flush_cache", timeout=30)

@@ -1,7 +1,7 @@
 """Proposals are held to what they promise: on the pipeline that the records are of, not the fit."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from random import Random
 
 import msgspec
@@ -98,6 +98,13 @@ def proposal(bad_server: tuple[Server, Prediction]) -> KnobProposal:
 
 def throttle_with(knobs: dict[str, Knob]) -> ThrottleArgs:
     return replace(BAD, **{name: value for name, value in knobs.items() if name != "accounting"})  # type: ignore[arg-type]
+
+
+def test_a_task_arrives_as_it_was_sent(bad_server: tuple[Server, Prediction]) -> None:
+    """With numbers of all kinds among the flags."""
+    flags = asdict(SchedulingArgs(waiting_timeout_s=2.5, fair_step_cost=0.1))
+    task = task_of(msgspec.structs.replace(bad_server[0].work(), scheduling=flags))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=TuneTask) == task
 
 
 def test_a_proposal_keeps_its_promise_on_the_real_pipeline(

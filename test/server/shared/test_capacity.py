@@ -68,7 +68,7 @@ def test_the_measured_capacity_stands_beside_the_predicted_one(
         assert side.capacity is not None and side.capacity.value > 0
         assert all(row.num_failed == 0 for row in side.rates)
     assert found.slowness is not None and found.slowness > 0
-    assert "measured, throttle: " in capsys.readouterr().out
+    assert "measured, throttle-time: " in capsys.readouterr().out
 
 
 def test_policies_take_turns_on_one_server_which_gets_its_own_back(
