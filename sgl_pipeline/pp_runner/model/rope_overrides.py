@@ -42,8 +42,6 @@ def overridden_rope_fields(config: Mapping[str, Any], overrides: str) -> dict[st
     if _TEXT in _read_object(overrides) and not has_text_config(config):
         raise ConfigurationError(f"{flag}: config.json has no {_TEXT}; give the fields without it")
     given, config = read_rope_overrides(overrides), text_fields(config)
-    if not given:
-        return {}
     if "max_position_embeddings" in given and "max_position_embeddings" not in config:
         raise ConfigurationError(f"{flag}: config.json has no max_position_embeddings")
     new: dict[str, Any] = {}
@@ -70,7 +68,8 @@ def overrides_of_front(
 
     Raises ConfigurationError as `overridden_rope_fields`.
     """
-    fields = overridden_rope_fields(config, overrides)
+    is_empty = not read_rope_overrides(overrides)
+    fields = {} if is_empty else overridden_rope_fields(config, overrides)
     if max_positions is not None:
         fields["max_position_embeddings"] = max_positions
     return json.dumps({_TEXT: fields} if fields and has_text_config(config) else fields)
