@@ -39,11 +39,11 @@ def compiled_gated_delta(
     assert weights.a_log.shape == weights.dt_bias.shape == (num_value_heads,)
     assert states.starts_anew.shape == (num_chunks,) and query_indptr.shape == (num_chunks + 1,)
     assert qkv.dtype in CPU_DTYPES
-    _check(qkv.dtype, qkv, z, b, a, weights.conv, weights.norm, pool.conv)
-    _check(torch.float32, weights.a_log, weights.dt_bias, pool.recurrent)
-    _check(torch.int64, states.slots)
-    _check(torch.bool, states.starts_anew)
-    _check(torch.int32, query_indptr)
+    check_tensors(qkv.dtype, qkv, z, b, a, weights.conv, weights.norm, pool.conv)
+    check_tensors(torch.float32, weights.a_log, weights.dt_bias, pool.recurrent)
+    check_tensors(torch.int64, states.slots)
+    check_tensors(torch.bool, states.starts_anew)
+    check_tensors(torch.int32, query_indptr)
     out = torch.empty_like(z)
     kernels.gated_delta(
         is_bf16=qkv.dtype == torch.bfloat16,
@@ -73,6 +73,7 @@ def compiled_gated_delta(
     return out
 
 
-def _check(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+def check_tensors(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
+    """Asserts that C++ can read them: contiguous, of `dtype`, in the memory of the CPU."""
     for tensor in tensors:
         assert tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu"

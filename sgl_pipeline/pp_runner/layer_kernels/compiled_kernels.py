@@ -9,7 +9,10 @@ import torch
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, head_dim_of
 from sgl_pipeline.pp_runner.base.step_inputs import StateRows
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels, KvFormat
-from sgl_pipeline.pp_runner.layer_kernels.compiled_gated_delta import compiled_gated_delta
+from sgl_pipeline.pp_runner.layer_kernels.compiled_gated_delta import (
+    check_tensors,
+    compiled_gated_delta,
+)
 from sgl_pipeline.pp_runner.layer_kernels.compiled_linear import CompiledLinear
 from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledExpandedLinear,
@@ -256,5 +259,4 @@ def _gated_rows(gate_up: torch.Tensor) -> torch.Tensor:
 
 def _check(dtype: torch.dtype, *tensors: torch.Tensor) -> None:
     assert dtype in (*CPU_DTYPES, *CODED_DTYPES.values(), torch.int64)
-    for tensor in tensors:
-        assert tensor.dtype == dtype and tensor.is_contiguous() and tensor.device.type == "cpu"
+    check_tensors(dtype, *tensors)
