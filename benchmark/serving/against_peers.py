@@ -121,9 +121,7 @@ def _compare(options: Options) -> Report:
 
 
 def _ready(name: str, load: Load | MixedLoad, model: MeasuredModel) -> ClientLoad:
-    # The client itself draws random ids.
-    if isinstance(load, Load) and model.page_ids is None:
-        return load
+    # The client's own random ids do not survive decoding: servers would count other tokens than it.
     return load.written(SCRATCH / f"{name}.jsonl", model.texts)
 
 
