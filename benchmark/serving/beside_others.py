@@ -34,6 +34,8 @@ LLAMA_LOOKUP = (
     "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 8 "
     "--spec-draft-n-max 8"
 )
+# Where blocks of weights are repacked for AMX, the server ends with a segmentation fault.
+LLAMA_BLOCKS = " --no-repack"
 ENGINES = {
     "text": (
         "ours --pp 1 --speculative-algorithm NGRAM",
@@ -51,13 +53,13 @@ ENGINES = {
     "8": (
         "ours --pp 1 --quantization w8a8_int8",
         "zentorch --pp 1 --weights int-quantized",
-        "llama --pp 1 --weights q8_0",
+        f"llama --pp 1 --weights q8_0{LLAMA_BLOCKS}",
         "openvino --pp 1 --weights int8",
     ),
     "4": (
         "ours --pp 1 --weights pack-quantized --quantization w4a8_int8",
         "zentorch --pp 1 --weights pack-quantized",
-        "llama --pp 1 --weights q4_k_m",
+        f"llama --pp 1 --weights q4_k_m{LLAMA_BLOCKS}",
         "openvino --pp 1 --weights int4",
     ),
 }
