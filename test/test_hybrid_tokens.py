@@ -89,7 +89,9 @@ def test_bfloat16_has_the_same_tokens_in_any_chunks_and_splits(quantization: str
 
 def test_a_step_without_its_state_slots_is_refused() -> None:
     stages = HybridStages(tiny_model("qwen3.5"), (6,), num_state_slots=2)
-    with pytest.raises(ProtocolError, match="the chunks of a step have the state slots"):
+    with pytest.raises(
+        ProtocolError, match=r"the chunks of a step write to the state slots \[1, 1\]"
+    ):
         stages.step((stages.open([1], 1), 1), (stages.open([1], 1), 1))
     with pytest.raises(ProtocolError, match=r"names the state slots \[2\], of 2"):
         stages.step((stages.open([1], 2), 1))
