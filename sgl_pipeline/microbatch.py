@@ -17,6 +17,14 @@ from sgl_pipeline.step_work import StepWork, attended_tokens
 REPLAY_TOKENS = 512
 
 
+class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The state after the first `num_tokens` tokens of a request goes to the state slot `slot` too,
+    where later requests with these tokens find it. Travels to the stages, so it is a Struct."""
+
+    num_tokens: int
+    slot: int
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """`length` tokens of `request` from position `start`, computed in one step.
 
@@ -24,6 +32,10 @@ class Chunk(msgspec.Struct, frozen=True):
     draws the next one from it. `draft_ids`, which only decodes have, are guesses at the tokens
     after that one, and the last of the `length` tokens: the last stage draws a token after each of
     them too.
+
+    In models with states it begins with the state in the slot `state_source`, a snapshot after
+    `start` tokens, in place of the request's own, if that is given: as the first chunk after a hit
+    of the prefix cache does. `snapshots` are taken on its way, ascending, where pages end.
 
     A Struct because there is one for each decode of each step: a frozen dataclass takes twelve
     times as long to make.
@@ -35,6 +47,8 @@ class Chunk(msgspec.Struct, frozen=True):
     is_decode: bool
     samples: bool
     draft_ids: tuple[int, ...] = ()
+    state_source: int | None = None
+    snapshots: tuple[StateSnapshot, ...] = ()
 
     @property
     def end(self) -> int:

@@ -9,12 +9,12 @@ travel in the stream of `stage_orders.py`, which makes sure that none is lost, r
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import msgspec
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch
+from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch, StateSnapshot
 from sgl_pipeline.requests import Lease, LogprobSpec, Request, SamplingSpec
 from sgl_pipeline.wire.logged_pages import LogContents
 
@@ -49,6 +49,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     `draft_tokens`, an int32 array, are the last of the `length` tokens, and guesses: a token is
     drawn after each of them, as after the one before, and the stage keeps none. `token_mask` then
     has a mask for each drawn token, one behind the other, or is empty.
+
+    `state_source` and `snapshots` are those of `microbatch.Chunk`.
     """
 
     handle: int
@@ -59,6 +61,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     new_pages: bytes = b""
     token_mask: bytes = b""
     draft_tokens: bytes = b""
+    state_source: int | None = None
+    snapshots: tuple[StateSnapshot, ...] = ()
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -160,7 +164,16 @@ class StepOrderEncoder:
             mask = _joined(request.constraint.allowed_tokens_masks(chunk.draft_ids))
         drafts = array(INT32, chunk.draft_ids).tobytes() if chunk.draft_ids else b""
         return ChunkOrder(
-            sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask, drafts
+            sent.handle,
+            chunk.start,
+            chunk.length,
+            chunk.samples,
+            tokens,
+            pages,
+            mask,
+            drafts,
+            chunk.state_source,
+            chunk.snapshots,
         )
 
 
@@ -194,9 +207,8 @@ class MirroredRequest:
     state_slot: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MirroredChunk:
-    """A chunk as a stage sees it, with fields as in `ChunkOrder`."""
+class MirroredChunk(msgspec.Struct, frozen=True):
+    """A chunk as a stage sees it, with fields as in `ChunkOrder`. A Struct for the speed of it."""
 
     request: MirroredRequest
     start: int
@@ -204,6 +216,8 @@ class MirroredChunk:
     samples: bool
     token_mask: bytes = b""
     draft_ids: tuple[int, ...] = ()
+    state_source: int | None = None
+    snapshots: tuple[StateSnapshot, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -226,7 +240,7 @@ class RequestMirror:
     def apply(self, plan: StepOrder) -> list[MirroredChunk]:
         """Applies one plan and returns its chunks in order.
 
-        Raises ProtocolError when drafts or masks do not fit their chunk.
+        Raises ProtocolError when drafts, masks or snapshots do not fit their chunk.
         """
         for handle in plan.closes:
             del self._requests[handle]
@@ -275,14 +289,23 @@ class RequestMirror:
         request.pages.frombytes(chunk.new_pages)
         drafts = tuple(array(INT32, chunk.draft_tokens)) if chunk.draft_tokens else ()
         mirrored = MirroredChunk(
-            request, chunk.start, chunk.length, chunk.samples, chunk.token_mask, drafts
+            request,
+            chunk.start,
+            chunk.length,
+            chunk.samples,
+            chunk.token_mask,
+            drafts,
+            chunk.state_source,
+            chunk.snapshots,
         )
         if drafts or chunk.token_mask:
-            _check(mirrored)
+            _check_samples(mirrored)
+        if chunk.snapshots or chunk.state_source is not None:
+            _check_states(mirrored)
         return mirrored
 
 
-def _check(chunk: MirroredChunk) -> None:
+def _check_samples(chunk: MirroredChunk) -> None:
     """Raises ProtocolError unless there is a row for each draft token and a mask for each drawn
     one."""
     num_drafts, num_samples = len(chunk.draft_ids), chunk.num_samples
@@ -291,4 +314,19 @@ def _check(chunk: MirroredChunk) -> None:
     if chunk.token_mask and (not num_samples or len(chunk.token_mask) % num_samples):
         raise ProtocolError(
             f"a chunk draws {num_samples} tokens, its masks have {len(chunk.token_mask)} bytes"
+        )
+
+
+def _check_states(chunk: MirroredChunk) -> None:
+    """Raises ProtocolError unless the request has a state, the chunk begins behind the tokens of
+    its snapshot, and those that it takes are on its way, ascending."""
+    start, end = chunk.start, chunk.start + chunk.length
+    if chunk.request.state_slot is None:
+        raise ProtocolError("a chunk of a request without a state slot has snapshots")
+    if chunk.state_source is not None and start == 0:
+        raise ProtocolError(f"a chunk begins with the snapshot {chunk.state_source}, at position 0")
+    places = [start, *(snapshot.num_tokens for snapshot in chunk.snapshots)]
+    if any(place >= later for place, later in pairwise(places)) or places[-1] > end:
+        raise ProtocolError(
+            f"a chunk of positions {start} to {end} takes snapshots after {places[1:]} tokens"
         )
