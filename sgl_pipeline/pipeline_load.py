@@ -13,8 +13,9 @@ from sgl_pipeline.step_work import StepTimes, StepWork
 
 # The term of gLLM's eq. 3 that a prefill budget equals: #WP / #T, the share of free memory, #MinP,
 # none because of the pause, or #MaxP, which is also the fixed budget of other policies. Or a target
-# that the server was given: for the time between tokens, or to the first one.
-Bound = Literal["WT", "UT", "MinP", "pause", "MaxP", "TPOT", "TTFT"]
+# that the server was given: for the time between tokens, or to the first one. Or the length of
+# steps where tenants share the server, if that is shorter than all of these.
+Bound = Literal["WT", "UT", "MinP", "pause", "MaxP", "TPOT", "TTFT", "fair-step"]
 Target = Literal["TPOT", "TTFT"]
 
 

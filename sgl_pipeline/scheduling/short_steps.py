@@ -54,7 +54,10 @@ class ShortSteps:
         self._mean_ms += FORGOTTEN_SHARE * (step_ms - self._mean_ms)
 
     def bounded(self, budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
-        """`budget` with the bound; itself where that changes nothing, or times are not known."""
+        """`budget` with the bound; itself where that changes nothing, or times are not known.
+
+        It is `bound_by` the bound where that is predicted to shorten the step.
+        """
         times = load.step_times
         if times is None or not self._cost_share or not budget.prefill_tokens:
             return budget
@@ -72,11 +75,13 @@ class ShortSteps:
         step_ms = max(least_ms, min(step_ms, cheap_ms))
         if limit is None:
             limit = TimeLimit(step_ms, min(LEAST_PREFILL_TOKENS, budget.prefill_tokens), times)
+            if times.step_ms(whole) <= step_ms:
+                return replace(budget, time=limit)
         elif limit.step_ms > step_ms:
             limit = replace(limit, step_ms=step_ms)
         else:
             return budget
-        return replace(budget, time=limit)
+        return replace(budget, bound_by="fair-step", time=limit)
 
 
 def shortest_ms(whole: StepWork, times: StepTimes, cost_share: float) -> float:

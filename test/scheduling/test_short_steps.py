@@ -73,6 +73,20 @@ def test_what_may_cost_bounds_the_time_limit_of_a_policy_too(policy_ms: float) -
     assert bounded.step_ms == pytest.approx(settled_ms(ShortSteps(0.03), 0))
 
 
+@pytest.mark.parametrize(
+    "limit", [None, TimeLimit(WHOLE_MS, 32, TIMES)], ids=["by tokens", "by time"]
+)
+def test_a_step_that_is_made_shorter_is_bound_by_that(limit: TimeLimit | None) -> None:
+    bounded = ShortSteps(0.03).bounded(TokenBudget(2000, 0, "MaxP", limit), load())
+    assert bounded.time is not None and bounded.time.step_ms < WHOLE_MS
+    assert bounded.bound_by == "fair-step"
+
+
+def test_a_step_that_is_short_by_its_tokens_keeps_the_word_of_the_policy() -> None:
+    bounded = ShortSteps(0.03).bounded(TokenBudget(100, 0, "WT"), load())
+    assert bounded.time is not None and bounded.bound_by == "WT"
+
+
 def test_a_limit_that_is_shorter_stays() -> None:
     budget = TokenBudget(2000, 0, "MaxP", TimeLimit(1.5 * FIXED_MS, 1, TIMES))
     assert ShortSteps(0.03).bounded(budget, load()) is budget

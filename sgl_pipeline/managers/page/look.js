@@ -14,6 +14,7 @@ export const RULES = {
   pause: "too few pages are free",
   TPOT: "target for the time between tokens",
   TTFT: "target for the time to the first token",
+  "fair-step": "short steps where tenants share",
 };
 
 export function color(name) {
