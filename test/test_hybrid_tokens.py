@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.greedy_oracle import count_ties, reference_model
 from support.hybrid_stages import HandledRequest, HybridStages
+from support.quantized_models import quantized_model
 from support.tiny_models import HYBRID_MODELS, VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.errors import ProtocolError
@@ -134,6 +135,18 @@ def test_slots_of_snapshots_that_a_step_cannot_have_are_refused() -> None:
         stages.step((stages.open([1], 1), 1), (behind, 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("format_name", ["pack-quantized", "pack-quantized asymmetric, ordered"])
+def test_four_bits_give_the_tokens_of_the_weights_that_they_stand_for(
+    format_name: str,
+) -> None:
+    model = quantized_model(format_name, "qwen3.5")
+    stages = HybridStages(model.path, (1, 3, 2))
+    request = stages.open(prompt(5, 60), 0)
+    stages.finish(request, 7, 10)
+    assert_greedy(model.dequantized, request)
+
+
 def test_a_step_without_its_state_slots_is_refused() -> None:
     stages = HybridStages(tiny_model("qwen3.5"), (6,), num_state_slots=2)
     with pytest.raises(
@@ -158,9 +171,10 @@ def test_layers_with_states_neither_come_nor_go() -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_logits_after_4000_tokens() -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+def test_logits_after_4000_tokens(name: str) -> None:
     """Of the last rows, whose states have forgotten and kept what came before."""
-    path = tiny_model("qwen3.5")
+    path = tiny_model(name)
     rows: list[torch.Tensor] = []
     stages = HybridStages(path, (6,), pages_each=256, num_state_slots=1, **KERNELS["compiled"])
     head = stages.runners[0].held_layers.model.logits

@@ -3,6 +3,7 @@
 Called by `published_layers.py`. Never starts a process.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from sgl_pipeline.pp_runner.attention.state_pool import StepStates, state_pool_o
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
+from sgl_pipeline.pp_runner.made_up_weights import PATTERN_LENGTH, MadeUpWeights
 from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
@@ -128,7 +130,11 @@ class TransformersLayers:
         del names["architectures"]
         config = getattr(transformers, published.transformers_config)(**names)
         self._hidden_size = config.hidden_size
-        self._model = transformers.AutoModel.from_config(config, dtype=DTYPE).eval()
+        with transformers.initialization.no_init_weights():
+            self._model = transformers.AutoModel.from_config(config, dtype=DTYPE).eval()
+        weights = MadeUpWeights(DTYPE, CPU)
+        for name, parameter in self._model.named_parameters():
+            parameter.data = weights.read(name, tuple(parameter.shape))
         for layer in range(len(published.layer_types), config.num_hidden_layers):
             self._model.layers[layer] = _Passed()
 
@@ -151,22 +157,21 @@ class _Passed(torch.nn.Module):
         return hidden
 
 
-class _RandomWeights:
-    """A `WeightSource` of random numbers, also of MXFP4's blocks, which are cheap to draw.
+class _RandomWeights(MadeUpWeights):
+    """Weights as from a file: repeated random numbers, and such bytes for MXFP4's blocks.
 
     `num_plain` counts the numbers outside experts.
     """
 
     is_made_up = False
-    dtype = DTYPE
 
     def __init__(self) -> None:
-        self.loaded: dict[str, int] = {}
+        super().__init__(DTYPE, CPU)
+        self._codes = torch.randint(0, 256, (PATTERN_LENGTH,), dtype=torch.uint8)
         self.num_plain = 0
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Of the spread of trained weights."""
-        weight = torch.empty(shape, dtype=DTYPE).normal_(0.0, 0.02)
+        weight = super().read(name, shape)
         if "experts" not in name:
             self.num_plain += weight.numel()
         return weight
@@ -177,14 +182,11 @@ class _RandomWeights:
             return self.read(name, shape).to(dtype)
         if name.endswith("scales"):
             return torch.full(shape, 120, dtype=dtype)
-        return torch.randint(0, 256, shape, dtype=dtype)
+        codes = torch.empty(math.prod(shape), dtype=dtype)
+        for part in codes.split(PATTERN_LENGTH):
+            part.copy_(self._codes[: part.numel()])
+        return codes.view(shape)
 
     def has(self, name: str) -> bool:
         """True if it is no scale of keys or values."""
         return not name.endswith(("k_scale", "v_scale"))
-
-    def names(self) -> tuple[str, ...]:
-        return ()
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        raise NotImplementedError

@@ -1,12 +1,12 @@
 """Layers of published shapes with random weights, beside transformers' and the core's limits.
 
     python -m benchmark.kernels.published_layers
-    python -m benchmark.kernels.published_layers --only Qwen3.5 --without-transformers --rounds 15
+    python -m benchmark.kernels.published_layers --only gpt-oss --without-transformers --rounds 5
 
 A layer of Qwen3.5-4B with a state and one with attention, and two of gpt-oss-20b, one with a
 window, with experts in MXFP4 as published; transformers' have them in bf16, which is what it
-computes with on a CPU, and take 3.3 GB. One thread, CPU time. The limit of a step is the longer of
-reading what it needs once and its arithmetic (`OurLayers.limit_ms`).
+computes with on a CPU, and take 3.3 GB beside our 1 GB. One thread, CPU time. The limit of a step
+is the longer of reading what it needs once and its arithmetic (`OurLayers.limit_ms`).
 """
 
 import sys

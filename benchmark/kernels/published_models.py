@@ -88,14 +88,14 @@ def _decodes(*counts: int) -> dict[str, Step]:
     return {f"{count} decode{'s' * (count > 1)}": [(200, 1)] * count for count in counts}
 
 
-_HYBRID_STEPS: dict[str, Step] = _decodes(1, 16, 64) | {"prefill 512": [(0, 512)]}
+_STEPS: dict[str, Step] = _decodes(1, 16, 64) | {"prefill 512": [(0, 512)]}
 PUBLISHED = (
     PublishedLayers(
         "Qwen3.5-4B, state",
         _QWEN3_5_4B,
         "Qwen3_5TextConfig",
         ("linear_attention",),
-        _HYBRID_STEPS,
+        _STEPS,
         others=("full_attention",),
     ),
     PublishedLayers(
@@ -103,14 +103,14 @@ PUBLISHED = (
         _QWEN3_5_4B,
         "Qwen3_5TextConfig",
         ("full_attention",),
-        _HYBRID_STEPS,
+        _STEPS,
     ),
     PublishedLayers(
         "gpt-oss-20b, two layers",
         _GPT_OSS,
         "GptOssConfig",
         ("sliding_attention", "full_attention"),
-        _decodes(1, 8, 32) | {"prefill 64": [(0, 64)], "prefill 256": [(0, 256)]},
+        _STEPS,
         quantization={"quant_method": "mxfp4"},
     ),
 )

@@ -245,7 +245,7 @@ FORMATS: dict[str, Format] = {
 
 def is_quantized(name: str, config: dict[str, Any]) -> bool:
     """Of the models here, by the lists above."""
-    is_product = name.endswith("_proj.weight")
+    is_product = name.endswith("_proj.weight") or ".linear_attn.in_proj_" in name
     if config["quant_method"] == "compressed-tensors":
         return is_product and not ("layers.1." in name and "down_proj" in name)
     kept = config.get("modules_to_not_convert", ())
