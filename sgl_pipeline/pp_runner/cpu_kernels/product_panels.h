@@ -177,8 +177,8 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
   const int64_t row_bytes = product.input_tiles() * kLine, per_row = arithmetic.scales_per_row();
   const int64_t packed_rows = std::min(tiles_of(product.num_rows, kBlock) * kBlock, kRowsAtOnce);
   const int64_t parts = arithmetic.parts();
-  const int64_t parts_at_once =
-      tiles_of(parts, std::min(parts, tiles_of(packed_rows * row_bytes, kPackedRowsBytes)));
+  const int64_t rounds = tiles_of(packed_rows * row_bytes, kPackedRowsBytes);
+  const int64_t parts_at_once = tiles_of(parts, std::clamp<int64_t>(rounds, 1, parts));
   const int64_t groups = tiles_of(packed_rows, kGroupRows);
   const bool is_whole = parts_at_once >= parts;
   in_team(num_threads, [&] {
