@@ -147,6 +147,9 @@ struct ExpandedProduct {
 
   int64_t groups() const { return tiles_of(product.input_tiles(), group_tiles); }
   int64_t scales_per_row() const { return is_fp8 ? groups() : 0; }
+  // Whole groups, which no part divides.
+  int64_t part_tiles() const { return kTilesAtOnce / group_tiles * group_tiles; }
+  int64_t parts() const { return tiles_of(product.input_tiles(), part_tiles()); }
   void open() const {}
   void close() const {}
 
@@ -189,9 +192,8 @@ struct ExpandedProduct {
   void run(const RowGroups& rows, int64_t index) const {
     alignas(kLine) Byte expanded[2][kTilesAtOnce * kTile];
     const int64_t all_tiles = product.input_tiles();
-    const int64_t tiles_at_once = kTilesAtOnce / group_tiles * group_tiles;
-    for (int64_t first = 0; first < all_tiles; first += tiles_at_once) {
-      const int64_t tiles = std::min(tiles_at_once, all_tiles - first);
+    for (int64_t part = rows.first_part; part < rows.end_part; ++part) {
+      const int64_t first = part * part_tiles(), tiles = std::min(part_tiles(), all_tiles - first);
       ExpandedPanel panel{{expanded[0], expanded[1]}, {},    tiles, group_tiles, all_tiles,
                           scales_per_row(),           first > 0};
       for (int block = 0; block < 2; ++block) {

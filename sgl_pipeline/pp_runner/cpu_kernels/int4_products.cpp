@@ -103,6 +103,9 @@ struct Int4Product {
   int64_t groups() const { return tiles_of(steps(), group_steps); }
   // That of the row, then the sums of its groups, negated, as bits of int32.
   int64_t scales_per_row() const { return 1 + groups(); }
+  // Whole groups, which no part divides.
+  int64_t part_steps() const { return kStepsAtOnce / group_steps * group_steps; }
+  int64_t parts() const { return tiles_of(steps(), part_steps()); }
   void open() const {}
   void close() const {}
 
@@ -146,10 +149,11 @@ struct Int4Product {
       panel.zeros[block] = zeros + number * groups() * kBlock;
     }
     const bool is_few = rows.end - rows.first <= kGroupRows;
-    const int64_t steps_at_once = is_few ? steps() : kStepsAtOnce / group_steps * group_steps;
-    for (int64_t first = 0; first < steps(); first += steps_at_once) {
+    const int64_t steps_at_once = is_few ? steps() : part_steps();
+    const int64_t end = std::min(rows.end_part * part_steps(), steps());
+    for (int64_t first = rows.first_part * part_steps(); first < end; first += steps_at_once) {
       panel.first_step = first;
-      panel.end_step = std::min(first + steps_at_once, steps());
+      panel.end_step = std::min(first + steps_at_once, end);
       panel.ahead = 2 * product.input_tiles() * product.tile_bytes;
       for (int64_t row = rows.first; row < rows.end; row += kGroupRows) {
         multiply(rows, row, panel, index);

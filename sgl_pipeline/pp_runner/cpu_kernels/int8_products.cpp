@@ -32,6 +32,7 @@ struct Int8Product {
   bool amx;
 
   int64_t scales_per_row() const { return 1; }
+  int64_t parts() const { return tile_parts(product); }
   void open() const { open_if(amx); }
   void close() const { close_if(amx); }
 

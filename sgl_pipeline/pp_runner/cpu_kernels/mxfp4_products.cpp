@@ -44,6 +44,7 @@ struct Mxfp4Product {
   const Byte* exponents;
 
   int64_t scales_per_row() const { return 0; }
+  int64_t parts() const { return tile_parts(product); }
   void open() const { open_if(amx); }
   void close() const { close_if(amx); }
 
@@ -55,8 +56,8 @@ struct Mxfp4Product {
   void run(const RowGroups& rows, int64_t index) const {
     alignas(kLine) Byte expanded[2][kTilesAtOnce * kTile];
     const int64_t all_tiles = product.input_tiles();
-    for (int64_t first = 0; first < all_tiles; first += kTilesAtOnce) {
-      const int64_t tiles = std::min(kTilesAtOnce, all_tiles - first);
+    for (int64_t part = rows.first_part; part < rows.end_part; ++part) {
+      const int64_t first = part * kTilesAtOnce, tiles = std::min(kTilesAtOnce, all_tiles - first);
       for (int block = 0; block < 2; ++block) expand(2 * index + block, first, tiles, expanded[block]);
       // GCC does not know that tile operations read memory.
       asm volatile("" ::"r"(&expanded) : "memory");

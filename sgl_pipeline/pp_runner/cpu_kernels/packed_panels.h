@@ -135,17 +135,25 @@ void multiply_avx512(const Byte* rows, int num_rows, Panel panel, Sums& sums) {
   }
 }
 
+// Of the inputs of `product` (`Arithmetic::parts`).
+inline int64_t tile_parts(const Product& product) {
+  return tiles_of(product.input_tiles(), kTilesAtOnce);
+}
+
 // One panel for all rows, some of its tiles after the others. `done(first_row, num_rows, sums)` is
-// called with the sums of each group of rows.
+// called with the sums of each group of rows when no tiles are left.
 template <typename Multiply, typename Done>
 void run_panel(const Product& product, const RowGroups& rows, int64_t index,
                const Multiply& multiply, const Done& done) {
   const int groups = tiles_of(rows.end - rows.first, kGroupRows);
   const int64_t all_tiles = product.input_tiles();
   const int64_t tiles_at_once = groups > 1 ? kTilesAtOnce : all_tiles;
-  for (int64_t first = 0; first < all_tiles; first += tiles_at_once) {
-    const int64_t end = std::min(first + tiles_at_once, all_tiles);
-    const int64_t next = end < all_tiles ? index : index + 1, next_tile = end % all_tiles;
+  const int64_t first_tile = rows.first_part * kTilesAtOnce;
+  const int64_t end_tile = std::min(rows.end_part * kTilesAtOnce, all_tiles);
+  for (int64_t first = first_tile; first < end_tile; first += tiles_at_once) {
+    const int64_t end = std::min(first + tiles_at_once, end_tile);
+    const int64_t next = end < end_tile ? index : index + 1;
+    const int64_t next_tile = end < end_tile ? end : first_tile;
     Panel panel{{product.block(2 * index) + first * kTile,
                  product.block(2 * index + 1) + first * kTile},
                 {product.block(2 * next) + next_tile * kTile,

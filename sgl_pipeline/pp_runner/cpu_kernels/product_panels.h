@@ -30,8 +30,8 @@ constexpr int kBlock = 16;  // outputs of a block, rows and lines of a tile
 constexpr int kLine = 64;   // bytes
 constexpr int kTile = kBlock * kLine;
 constexpr int kGroupRows = 2 * kBlock;  // rows that share the loads of a panel
-// Packed rows stay in the L2 cache, beside their sums and what is prefetched.
-constexpr int64_t kPackedRowsBytes = 1 << 20;
+// Of packed rows as many bytes stay in the L2 cache, beside sums and what is prefetched.
+constexpr int64_t kPackedRowsBytes = 5 << 18;
 constexpr int64_t kRowsAtOnce = 256;
 constexpr int64_t kTilesAtOnce = 16;  // of each block of a panel, in the L1 cache for all rows
 
@@ -62,10 +62,13 @@ struct Product {
 // The sums of up to 32 rows with a panel.
 typedef float Sums[kGroupRows][2 * kBlock];
 
-// Rows [first, end), held packed, with a place for the sums of each group of them.
+// Rows [first, end), held packed, with a place for the sums of each group of them. Of their inputs
+// the parts [first_part, end_part) are multiplied, and added to the sums of the parts before.
 struct RowGroups {
   int64_t first;
   int64_t end;
+  int64_t first_part;
+  int64_t end_part;
   const Byte* packed;
   const float* scales;  // of each row, one or more
   Sums* sums;
@@ -161,25 +164,33 @@ class Workspace {
   std::vector<Line> lines_;
 };
 
-thread_local Workspace rows_workspace, scales_workspace, sums_workspace;
+thread_local Workspace rows_workspace, scales_workspace, sums_workspace, all_sums_workspace;
 
 // All rows with all panels. An `Arithmetic` packs sixteen rows from one on (`pack_rows`), with
-// `scales_per_row` numbers for each, and runs one panel for rows that are packed (`run`).
+// `scales_per_row` numbers for each, and runs one panel for rows that are packed (`run`). It takes
+// inputs in `parts`, those of a panel that the L1 cache has room for. Where packed rows are too
+// long for the L2 cache, all panels run for some parts before the next ones, and sums wait in memory:
+// fewer rows at once would read the weight more often.
 template <typename Arithmetic>
 void run_product(const Arithmetic& arithmetic, int num_threads) {
   const Product& product = arithmetic.product;
   const int64_t row_bytes = product.input_tiles() * kLine, per_row = arithmetic.scales_per_row();
-  const int64_t rows_that_fit = kPackedRowsBytes / row_bytes / kGroupRows * kGroupRows;
-  const int64_t rows_at_once = std::clamp<int64_t>(rows_that_fit, 2 * kGroupRows, kRowsAtOnce);
-  const int64_t packed_rows = std::min(tiles_of(product.num_rows, kBlock) * kBlock, rows_at_once);
-  const int64_t sums_bytes = tiles_of(packed_rows, kGroupRows) * sizeof(Sums);
+  const int64_t packed_rows = std::min(tiles_of(product.num_rows, kBlock) * kBlock, kRowsAtOnce);
+  const int64_t parts = arithmetic.parts();
+  const int64_t rounds = tiles_of(packed_rows * row_bytes, kPackedRowsBytes);
+  const int64_t parts_at_once = tiles_of(parts, std::clamp<int64_t>(rounds, 1, parts));
+  const int64_t groups = tiles_of(packed_rows, kGroupRows);
+  const bool is_whole = parts_at_once >= parts;
   in_team(num_threads, [&] {
     arithmetic.open();
     Byte* packed;
     float* scales;
+    Sums* all_sums;
     const auto reserve = [&] {
       packed = rows_workspace.at_least<Byte>(packed_rows * row_bytes);
       scales = scales_workspace.at_least<float>(packed_rows * per_row * sizeof(float));
+      const int64_t waiting = is_whole ? 0 : product.panels() * groups;
+      all_sums = all_sums_workspace.at_least<Sums>(waiting * sizeof(Sums));
     };
     const auto pack = [&](int64_t row, int64_t first) {
       arithmetic.pack_rows(row, packed + (row - first) * row_bytes,
@@ -188,23 +199,30 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
     // A thread packs a block sooner than it would have heard that another one has.
     const bool is_shared = packed_rows > kBlock;
     if (is_shared) {
-#pragma omp single copyprivate(packed, scales)
+#pragma omp single copyprivate(packed, scales, all_sums)
       reserve();
     } else {
       reserve();
     }
-    Sums* const sums = sums_workspace.at_least<Sums>(sums_bytes);
-    for (int64_t first = 0; first < product.num_rows; first += rows_at_once) {
-      const int64_t end = std::min(first + rows_at_once, product.num_rows);
+    Sums* const own_sums = sums_workspace.at_least<Sums>(groups * sizeof(Sums));
+    for (int64_t first = 0; first < product.num_rows; first += kRowsAtOnce) {
+      const int64_t end = std::min(first + kRowsAtOnce, product.num_rows);
       if (is_shared) {
 #pragma omp for
         for (int64_t row = first; row < end; row += kBlock) pack(row, first);
       } else {
         pack(first, first);
       }
-#pragma omp for
-      for (int64_t panel = 0; panel < product.panels(); ++panel)
-        arithmetic.run(RowGroups{first, end, packed, scales, sums}, panel);
+      for (int64_t part = 0; part < parts; part += parts_at_once) {
+        const int64_t end_part = std::min(part + parts_at_once, parts);
+        // A panel is the same thread's for all parts, which need not wait for one another.
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < product.panels(); ++panel)
+          arithmetic.run(RowGroups{first, end, part, end_part, packed, scales,
+                                   is_whole ? own_sums : all_sums + panel * groups},
+                         panel);
+      }
+#pragma omp barrier
     }
     arithmetic.close();
   });

@@ -14,6 +14,7 @@ struct BFloat16Product {
   bool amx;
 
   int64_t scales_per_row() const { return 0; }
+  int64_t parts() const { return tile_parts(product); }
   void open() const { open_if(amx); }
   void close() const { close_if(amx); }
 

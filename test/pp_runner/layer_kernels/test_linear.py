@@ -176,6 +176,19 @@ def test_a_row_of_the_compiled_kernel_is_bitwise_the_same_in_every_microbatch(
 
 
 @pytest.mark.compiler
+@every_instruction_set
+def test_rows_too_long_for_the_cache_are_summed_in_the_same_order(instructions: str) -> None:
+    """300 of them are multiplied part by part, few of them whole."""
+    weight, x = random_weight(144, 6008, torch.bfloat16), random_rows(300, 6008, torch.bfloat16)
+    linear = compiled_linear(instructions, weight)
+    assert_product(linear, weight, None, x)
+    assert_rows_independent(linear, x)
+    alone = linear(x)
+    torch.set_num_threads(3)
+    assert torch.equal(linear(x), alone)
+
+
+@pytest.mark.compiler
 def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch() -> None:
     kernels = CompiledKernels(load_cpu_kernels())
     assert isinstance(kernels.linear(random_weight(8, 8, torch.float32)), TorchLinear)

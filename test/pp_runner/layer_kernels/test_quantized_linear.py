@@ -153,6 +153,18 @@ def test_the_compiled_product_is_that_of_plain_torch(
 
 
 @pytest.mark.compiler
+@every_instruction_set
+@every_kind
+def test_rows_too_long_for_the_cache_are_summed_in_the_same_order(instructions, kind):
+    """300 of them are multiplied part by part, few of them whole."""
+    linear = compiled(instructions, quantized(kind, 40, 12288))
+    x = random(5, 300, 12288)
+    whole = linear(x)
+    for start, length in [(0, 1), (5, 8), (250, 31)]:
+        assert torch.equal(linear(x[start : start + length]), whole[start : start + length])
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("in_features", [1, 3, 33, 63, 65, 100])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 of 64"])
 def test_eight_bits_of_any_number_of_inputs(kind, in_features):
