@@ -17,6 +17,14 @@ from sgl_pipeline.step_work import StepWork, attended_tokens
 REPLAY_TOKENS = 512
 
 
+class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """The states of all layers after the first `num_tokens` tokens of a chunk's request, to be
+    kept in `slot` too. Travels to the stages."""
+
+    num_tokens: int
+    slot: int
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """`length` tokens of `request` from position `start`, computed in one step.
 
@@ -24,6 +32,10 @@ class Chunk(msgspec.Struct, frozen=True):
     draws the next one from it. `draft_ids`, which only decodes have, are guesses at the tokens
     after that one, and the last of the `length` tokens: the last stage draws a token after each of
     them too.
+
+    With a `state_source` the chunk begins with the state in this slot, a snapshot, in place of the
+    request's own. `snapshots` are taken on the way, at ascending numbers of tokens above `start`
+    and up to `end`.
 
     A Struct because there is one for each decode of each step: a frozen dataclass takes twelve
     times as long to make.
@@ -35,6 +47,8 @@ class Chunk(msgspec.Struct, frozen=True):
     is_decode: bool
     samples: bool
     draft_ids: tuple[int, ...] = ()
+    state_source: int | None = None
+    snapshots: tuple[StateSnapshot, ...] = ()
 
     @property
     def end(self) -> int:

@@ -14,7 +14,7 @@ from itertools import groupby
 import msgspec
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch
+from sgl_pipeline.microbatch import REPLAY_TOKENS, Chunk, Microbatch, StateSnapshot
 from sgl_pipeline.requests import Lease, LogprobSpec, Request, SamplingSpec
 from sgl_pipeline.wire.logged_pages import LogContents
 
@@ -49,6 +49,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     `draft_tokens`, an int32 array, are the last of the `length` tokens, and guesses: a token is
     drawn after each of them, as after the one before, and the stage keeps none. `token_mask` then
     has a mask for each drawn token, one behind the other, or is empty.
+
+    `state_source` and `snapshots` are as `microbatch.Chunk` has them.
     """
 
     handle: int
@@ -59,6 +61,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     new_pages: bytes = b""
     token_mask: bytes = b""
     draft_tokens: bytes = b""
+    state_source: int | None = None
+    snapshots: tuple[StateSnapshot, ...] = ()
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -160,7 +164,16 @@ class StepOrderEncoder:
             mask = _joined(request.constraint.allowed_tokens_masks(chunk.draft_ids))
         drafts = array(INT32, chunk.draft_ids).tobytes() if chunk.draft_ids else b""
         return ChunkOrder(
-            sent.handle, chunk.start, chunk.length, chunk.samples, tokens, pages, mask, drafts
+            sent.handle,
+            chunk.start,
+            chunk.length,
+            chunk.samples,
+            tokens,
+            pages,
+            mask,
+            drafts,
+            chunk.state_source,
+            chunk.snapshots,
         )
 
 
@@ -204,6 +217,8 @@ class MirroredChunk:
     samples: bool
     token_mask: bytes = b""
     draft_ids: tuple[int, ...] = ()
+    state_source: int | None = None
+    snapshots: tuple[StateSnapshot, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -226,7 +241,7 @@ class RequestMirror:
     def apply(self, plan: StepOrder) -> list[MirroredChunk]:
         """Applies one plan and returns its chunks in order.
 
-        Raises ProtocolError when drafts or masks do not fit their chunk.
+        Raises ProtocolError when drafts, masks or snapshots do not fit their chunk.
         """
         for handle in plan.closes:
             del self._requests[handle]
@@ -275,10 +290,19 @@ class RequestMirror:
         request.pages.frombytes(chunk.new_pages)
         drafts = tuple(array(INT32, chunk.draft_tokens)) if chunk.draft_tokens else ()
         mirrored = MirroredChunk(
-            request, chunk.start, chunk.length, chunk.samples, chunk.token_mask, drafts
+            request,
+            chunk.start,
+            chunk.length,
+            chunk.samples,
+            chunk.token_mask,
+            drafts,
+            chunk.state_source,
+            chunk.snapshots,
         )
         if drafts or chunk.token_mask:
             _check(mirrored)
+        if chunk.snapshots or chunk.state_source is not None:
+            _check_states(mirrored)
         return mirrored
 
 
@@ -291,4 +315,19 @@ def _check(chunk: MirroredChunk) -> None:
     if chunk.token_mask and (not num_samples or len(chunk.token_mask) % num_samples):
         raise ProtocolError(
             f"a chunk draws {num_samples} tokens, its masks have {len(chunk.token_mask)} bytes"
+        )
+
+
+def _check_states(chunk: MirroredChunk) -> None:
+    """Raises ProtocolError unless the snapshots of the chunk are within it, one behind the other,
+    and its request has a state that a source could stand for."""
+    if chunk.request.state_slot is None:
+        raise ProtocolError("a chunk of a request without a state slot has snapshots or a source")
+    if chunk.state_source is not None and not chunk.start:
+        raise ProtocolError(f"a chunk at position 0 begins with the state in {chunk.state_source}")
+    places = [chunk.start, *(one.num_tokens for one in chunk.snapshots)]
+    if places != sorted({*places}) or places[-1] > chunk.start + chunk.length:
+        raise ProtocolError(
+            f"a chunk from {chunk.start} to {chunk.start + chunk.length} has snapshots after "
+            f"{places[1:]} tokens"
         )
