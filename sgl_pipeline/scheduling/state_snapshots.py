@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from sgl_pipeline.microbatch import StateSnapshot
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_tree import RadixNode
+from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
 from sgl_pipeline.scheduling.snapshot_storage import SnapshotStorage
 from sgl_pipeline.scheduling.state_slots import StateSlots
 
@@ -37,9 +38,14 @@ class StateSnapshots:
     `free_pages` takes pages back that are lost with a snapshot."""
 
     def __init__(
-        self, slots: StateSlots, storage: SnapshotStorage, free_pages: Callable[[list[int]], None]
+        self,
+        slots: StateSlots,
+        storage: SnapshotStorage,
+        demand: SnapshotDemand,
+        free_pages: Callable[[list[int]], None],
     ) -> None:
         self._slots = slots
+        self._demand = demand
         self._storage = storage
         self._free_pages = free_pages
         self._running: dict[Request, _Progress] = {}
@@ -91,9 +97,14 @@ class StateSnapshots:
         self._slots.give(request)
 
     def of_chunk(
-        self, request: Request, path: RadixNode | None, above: RadixNode | None, end: int
+        self,
+        request: Request,
+        path: RadixNode | None,
+        above: RadixNode | None,
+        start: int,
+        end: int,
     ) -> tuple[int | None, tuple[StateSnapshot, ...]]:
-        """The slot of the snapshot that the next chunk of `request`, up to `end`, begins with, if
+        """The slot of the snapshot that the chunk of `request` from `start` to `end` begins with, if
         it begins with one, and the snapshots that it takes; `path` up to `above` is claimed."""
         progress, source = self._running[request], None
         if progress.source is not None:
@@ -101,10 +112,8 @@ class StateSnapshots:
             assert source is not None
             self._read.append(progress.source)
             progress.source = None
-        taken = [one.num_tokens for one in progress.in_flight]
-        start = taken[-1] if taken else -1
         snapshots = []
-        for node in self._places(progress, path, above, max(start, request.num_computed), end):
+        for node in self._places(progress, path, above, start, end):
             if (slot := self._take()) is None:
                 break
             snapshots.append(StateSnapshot(node.end, slot))
@@ -134,6 +143,11 @@ class StateSnapshots:
         if not self._slots.num_free and self.num_evictable > self._num_held:
             self.evict()
         return self._slots.take_free()
+
+    def advance(self, path: RadixNode, above: RadixNode, num_tokens: int) -> RadixNode:
+        """The first `num_tokens` tokens of the request that has claimed `path` below `above` have
+        come back: no more snapshots come from there. Returns the node below which it claims now."""
+        return self._demand.advance(path, above, num_tokens)
 
     def come_back(self, request: Request) -> int:
         """The steps of `request` up to `num_computed` have come back. Returns the number of tokens
@@ -177,7 +191,9 @@ class StateSnapshots:
         running = self._running.values()
         slots = [one.slot for two in running for one in (*two.in_flight, *two.held)]
         on_nodes = [node.state_slot for node in self._storage.snapshots]
-        self._slots.check_owners(holders, [*slots, *(slot for slot in on_nodes if slot is not None)])
+        self._slots.check_owners(
+            holders, [*slots, *(slot for slot in on_nodes if slot is not None)]
+        )
         assert len(on_nodes) == len({*on_nodes}) and None not in on_nodes
         assert all(node in self._storage.snapshots for node in self._pinned)
         assert self._num_held == sum(len(one.held) for one in running)
