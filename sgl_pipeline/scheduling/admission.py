@@ -49,8 +49,12 @@ class Admission:
 
     def fill(self, budget: TokenBudget) -> list[Chunk]:
         """The chunks of the next step, decodes first; empty when nothing can run now."""
+        chunks = self._chunks(budget)
         if self._pages.snapshots is not None:
-            self._pages.snapshots.begin_step()
+            self._pages.snapshots.end_step()
+        return chunks
+
+    def _chunks(self, budget: TokenBudget) -> list[Chunk]:
         chunks = self._decodes(budget.decodes, budget.time.decodes if budget.time else None)
         room = PrefillRoom(budget, chunks)
         if self._shares is not None:

@@ -43,6 +43,10 @@ class SnapshotDemand(RadixDemand):
             self._change(node, prefilling=-1, above=above)
         return node
 
+    def unclaim(self, path: RadixNode, hit: RadixNode | None = None) -> None:
+        if path is not hit:  # else all of it was taken back, and the node may be gone
+            super().unclaim(path, hit)
+
     def claimed_node(self, path: RadixNode) -> RadixNode | None:
         node = path
         while node.parent is not None and node.state_slot is None:

@@ -73,8 +73,8 @@ class StateSnapshots:
         self._slots.put_back(holder.held.pop(0).slot)
         self._num_held -= 1
 
-    def begin_step(self) -> None:
-        """Another step is put together: the one before has read its snapshots."""
+    def end_step(self) -> None:
+        """A step has its chunks: the next one may write to the slots that they read."""
         for node in self._read:
             self._unpin(node)
         self._read.clear()
