@@ -18,8 +18,8 @@ REPLAY_TOKENS = 512
 
 
 class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """The states of all layers after the first `num_tokens` tokens of a chunk's request, to be
-    kept in `slot` too. Travels to the stages."""
+    """The state after the first `num_tokens` tokens of a request goes to the state slot `slot` too,
+    where later requests with these tokens find it. Travels to the stages, so it is a Struct."""
 
     num_tokens: int
     slot: int
@@ -33,9 +33,9 @@ class Chunk(msgspec.Struct, frozen=True):
     after that one, and the last of the `length` tokens: the last stage draws a token after each of
     them too.
 
-    With a `state_source` the chunk begins with the state in this slot, a snapshot, in place of the
-    request's own. `snapshots` are taken on the way, at ascending numbers of tokens above `start`
-    and up to `end`.
+    In models with states it begins with the state in the slot `state_source`, a snapshot after
+    `start` tokens, in place of the request's own, if that is given: as the first chunk after a hit
+    of the prefix cache does. `snapshots` are taken on its way, ascending, where pages end.
 
     A Struct because there is one for each decode of each step: a frozen dataclass takes twelve
     times as long to make.

@@ -10,6 +10,7 @@ from support.hybrid_stages import HandledRequest, HybridStages
 from support.tiny_models import HYBRID_MODELS, VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.microbatch import StateSnapshot
 
 SPLITS = [(6,), (4, 2), (1, 3, 2)]
 WHOLE = 1000
@@ -87,9 +88,57 @@ def test_bfloat16_has_the_same_tokens_in_any_chunks_and_splits(quantization: str
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+@pytest.mark.parametrize("layer_counts", [(6,), (4, 2)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        KERNELS["torch"],
+        pytest.param({**KERNELS["compiled"], "dtype": "bfloat16"}, marks=pytest.mark.compiler),
+    ],
+    ids=["torch", "compiled"],
+)
+def test_requests_that_begin_with_a_snapshot(
+    layer_counts: tuple[int, ...], settings: dict[str, str]
+) -> None:
+    path = tiny_model("qwen3.5")
+    stages = HybridStages(path, layer_counts, num_state_slots=6, **settings)
+    taken = StateSnapshot(16, 4), StateSnapshot(48, 5)
+    first = stages.open(prompt(5, 60), 0)
+    stages.step((first, 50), snapshots=taken)
+    stages.finish(first, 7, 8)
+    same = stages.open_behind(taken[1], first, first.prompt_ids[48:], 1)
+    other = stages.open_behind(taken[0], first, prompt(6, 20), 2)
+    stages.step((first, 1), (same, 12), (other, 20))
+    stages.finish(same, WHOLE, 8)
+    assert same.output_ids == first.output_ids[:8]
+    stages.finish(other, WHOLE, 6)
+    whole = stages.open(other.prompt_ids, 3)
+    stages.finish(whole, WHOLE, 6)
+    assert other.output_ids == whole.output_ids
+    if settings is KERNELS["torch"]:
+        assert_greedy(path, other)
+    else:
+        assert all(runner._layers.is_recorded for runner in stages.runners)
+
+
+def test_slots_of_snapshots_that_a_step_cannot_have_are_refused() -> None:
+    stages = HybridStages(tiny_model("qwen3.5"), (6,), num_state_slots=3)
+    first = stages.open(prompt(5, 40), 0)
+    stages.step((first, 20), snapshots=[StateSnapshot(16, 1)])
+    with pytest.raises(ProtocolError, match=r"names the state slots \[0, 3\], of 3"):
+        stages.step((first, 16), snapshots=[StateSnapshot(32, 3)])
+    with pytest.raises(ProtocolError, match=r"write to the state slots \[0, 0\]"):
+        stages.step((stages.open(prompt(1, 20), 0), 20), snapshots=[StateSnapshot(16, 0)])
+    behind = stages.open_behind(StateSnapshot(16, 1), first, [5], 2)
+    with pytest.raises(ProtocolError, match=r"writes to the state slots \[1\], with which"):
+        stages.step((stages.open([1], 1), 1), (behind, 1))
+
+
 def test_a_step_without_its_state_slots_is_refused() -> None:
     stages = HybridStages(tiny_model("qwen3.5"), (6,), num_state_slots=2)
-    with pytest.raises(ProtocolError, match="the chunks of a step have the state slots"):
+    with pytest.raises(
+        ProtocolError, match=r"the chunks of a step write to the state slots \[1, 1\]"
+    ):
         stages.step((stages.open([1], 1), 1), (stages.open([1], 1), 1))
     with pytest.raises(ProtocolError, match=r"names the state slots \[2\], of 2"):
         stages.step((stages.open([1], 2), 1))

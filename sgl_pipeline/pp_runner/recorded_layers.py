@@ -113,7 +113,7 @@ def step_variables(
     """The values that differ from step to step, in one order."""
     layout, states = inputs.layout, inputs.states
     return (
-        *(() if states is None else (states.slots, states.starts_anew)),
+        *(() if states is None else states.tensors),
         stream,
         rotation.cosine,
         rotation.sine,

@@ -10,6 +10,7 @@ from typing import Any
 
 from support.local_pipeline import make_links, open_stage
 
+from sgl_pipeline.microbatch import StateSnapshot
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.step_order import INT32, ChunkOrder, RequestOpen, StepOrder
@@ -26,6 +27,8 @@ class HandledRequest:
         self.output_ids: list[int] = []
         self.state_slot = state_slot
         self.num_computed = 0
+        self.pages: list[int] = []
+        self.state_source: int | None = None
         self.is_open = False
 
     @property
@@ -71,10 +74,30 @@ class HybridStages:
     def open(self, prompt_ids: Sequence[int], state_slot: int) -> HandledRequest:
         """A new request; its pages go with the slot."""
         self._num_requests += 1
-        return HandledRequest(self._num_requests, prompt_ids, state_slot)
+        request = HandledRequest(self._num_requests, prompt_ids, state_slot)
+        first = state_slot * self._pages_each
+        request.pages = [*range(first, first + self._pages_each)]
+        return request
 
-    def step(self, *chunks: tuple[HandledRequest, int], closes: Sequence[int] = ()) -> None:
-        """Computes so many more tokens of each request, and draws where none is left."""
+    def open_behind(
+        self, snapshot: StateSnapshot, other: HandledRequest, rest: Sequence[int], state_slot: int
+    ) -> HandledRequest:
+        """A new request that has the tokens of `other` up to its `snapshot`, with their pages, and
+        then `rest`."""
+        shared = snapshot.num_tokens
+        request = self.open([*other.tokens[:shared], *rest], state_slot)
+        request.pages[: shared // PAGE_SIZE] = other.pages[: shared // PAGE_SIZE]
+        request.num_computed, request.state_source = shared, snapshot.slot
+        return request
+
+    def step(
+        self,
+        *chunks: tuple[HandledRequest, int],
+        closes: Sequence[int] = (),
+        snapshots: Sequence[StateSnapshot] = (),
+    ) -> None:
+        """Computes so many more tokens of each request, and draws where none is left. The first one
+        takes the snapshots."""
         opens, orders = [], []
         for request, length in chunks:
             start = request.num_computed
@@ -89,8 +112,7 @@ class HybridStages:
                         state_slot=request.state_slot,
                     )
                 )
-                first = (request.state_slot or 0) * self._pages_each
-                pages = [*range(first, first + self._pages_each)]
+                pages = request.pages
             else:
                 new = new[-1:] if request.output_ids else []
             request.is_open = True
@@ -103,8 +125,11 @@ class HybridStages:
                     samples,
                     array(INT32, new).tobytes(),
                     array(INT32, pages).tobytes(),
+                    state_source=request.state_source,
+                    snapshots=() if orders else tuple(snapshots),
                 )
             )
+            request.state_source = None
             request.num_computed += length
         order = StepOrder(self._step_id, 0, tuple(closes), tuple(opens), tuple(orders))
         self._step_id += 1

@@ -13,6 +13,7 @@ import pytest
 from support.malformed_data import MSGPACK
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.microbatch import StateSnapshot
 from sgl_pipeline.requests import Lease, LogprobSpec, SamplingSpec
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.lease_orders import EndLease, LendPages
@@ -40,7 +41,9 @@ from sgl_pipeline.wire.store_orders import (
 
 SAMPLING = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
 OPEN = RequestOpen(3, SAMPLING, 5, LogprobSpec(1, 4, (5, 6)), Lease("P", 8), 7)
-CHUNK = ChunkOrder(3, 0, 2, True, b"tokens__", b"page", b"mask")
+CHUNK = ChunkOrder(
+    3, 9, 2, True, b"tokens__", b"page", b"mask", b"draft___", 1, (StateSnapshot(11, 2),)
+)
 # One of each kind, no field at its default. `test_every_kind_of_order_has_an_example` holds it.
 EXAMPLES: tuple[StageOrder, ...] = (
     StepOrder(8, 1, (2,), (OPEN,), (CHUNK,), (ReplayPlan(3, 4, 5, (0, 1)),)),

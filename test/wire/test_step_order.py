@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.microbatches import microbatch_of
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.microbatch import Chunk, StateSnapshot
 from sgl_pipeline.requests import GREEDY, LogprobSpec, Request, SamplingSpec, StopRules
 from sgl_pipeline.wire.step_order import (
     ChunkOrder,
@@ -271,3 +271,43 @@ def test_drafts_and_masks_that_do_not_fit_their_chunk_are_an_error(
     opened = RequestOpen(chunk.handle, GREEDY, 2)
     with pytest.raises(ProtocolError, match=what):
         mirror.apply(StepOrder(0, 0, (), (opened,), (chunk,)))
+
+
+def test_snapshots_of_a_chunk_reach_the_stage() -> None:
+    request, encoder, mirror = make_request([1] * 9), StepOrderEncoder(), RequestMirror()
+    request.state_slot = 3
+    taken = (StateSnapshot(4, 6), StateSnapshot(8, 7))
+    chunk = Chunk(request, 2, 6, False, False, state_source=5, snapshots=taken)
+    (mirrored,) = mirror.apply(over_the_wire(encoder.encode(microbatch_of(0, (chunk,)))))
+    assert (mirrored.request.state_slot, mirrored.state_source) == (3, 5)
+    assert mirrored.snapshots == taken
+
+
+@pytest.mark.parametrize(
+    ("start", "source", "places", "what"),
+    [
+        (0, 1, (), "begins with the snapshot 1, at position 0"),
+        (2, None, (2,), r"positions 2 to 6 takes snapshots after \[2\] tokens"),
+        (2, 1, (7,), r"positions 2 to 6 takes snapshots after \[7\] tokens"),
+        (2, None, (4, 4), r"takes snapshots after \[4, 4\] tokens"),
+        (2, None, (5, 3), r"takes snapshots after \[5, 3\] tokens"),
+    ],
+)
+def test_snapshots_that_are_not_on_the_way_of_their_chunk_are_an_error(
+    start: int, source: int | None, places: tuple[int, ...], what: str
+) -> None:
+    taken = tuple(StateSnapshot(place, 5 + number) for number, place in enumerate(places))
+    chunk = ChunkOrder(0, start, 4, False, state_source=source, snapshots=taken)
+    with pytest.raises(ProtocolError, match=what):
+        RequestMirror().apply(
+            StepOrder(0, 0, (), (RequestOpen(0, GREEDY, 9, state_slot=0),), (chunk,))
+        )
+
+
+@pytest.mark.parametrize(
+    "given", [{"state_source": 1}, {"snapshots": (StateSnapshot(3, 1),)}], ids=["source", "taken"]
+)
+def test_snapshots_of_a_request_without_a_state_are_an_error(given: dict[str, Any]) -> None:
+    opened, chunk = RequestOpen(0, GREEDY, 9), ChunkOrder(0, 2, 4, False, **given)
+    with pytest.raises(ProtocolError, match="without a state slot has snapshots"):
+        RequestMirror().apply(StepOrder(0, 0, (), (opened,), (chunk,)))

@@ -1,7 +1,8 @@
 """The states of a stage's layers that keep some in place of keys and values, in slots that all
 stages number alike.
 
-As with pages (`kv_pool.py`), only the scheduler knows which request has a slot.
+As with pages (`kv_pool.py`), only the scheduler knows which request has a slot, and which slot
+holds the state behind a shared prefix (a snapshot).
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.base.state_rows import StateRows
 from sgl_pipeline.pp_runner.base.state_shape import StateShape
-from sgl_pipeline.pp_runner.base.step_inputs import StateRows, StepInputs
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.layer_kernels.gated_delta import LayerStates
 
 
@@ -52,8 +54,9 @@ class StatePool:
         """Raises ProtocolError for a step whose chunks do not have slots of this pool."""
         if inputs.states is None:
             raise ProtocolError("a step of a model with states names no state slots")
-        slots = inputs.states.slots.tolist()
-        if not all(0 <= slot < self.num_slots for slot in slots):
+        rows = inputs.states
+        slots = sorted({*rows.read_slots.tolist(), *rows.write_slots.tolist()})
+        if slots[0] < 0 or slots[-1] >= self.num_slots:
             raise ProtocolError(f"a step names the state slots {slots}, of {self.num_slots}")
 
 
@@ -70,18 +73,16 @@ def state_pool_of(
 
 
 class StepStates(NamedTuple):
-    """The states that a step reads and replaces: `rows` says in which slots of `pool`, and
-    `query_indptr` [C + 1] (int32, host) which rows of the step each chunk has."""
+    """The states that a step reads and replaces: `rows` says in which slots of `pool`."""
 
     rows: StateRows
-    query_indptr: torch.Tensor
     pool: StatePool
 
     @classmethod
     def of(cls, inputs: StepInputs, pool: StatePool) -> "StepStates":
         """For a step that `pool` has checked."""
         assert inputs.states is not None
-        return cls(inputs.states, inputs.layout.query_indptr, pool)
+        return cls(inputs.states, pool)
 
 
 def _zeros(

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.base.state_rows import StateRows, state_rows
+from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.requests import SamplingSpec
 from sgl_pipeline.wire.step_order import MirroredChunk
 
@@ -49,22 +51,13 @@ class LentRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StateRows:
-    """The places of the chunks' states, on the stage's device: the slot of each chunk, and whether
-    its state begins with zeros, as at position 0. No two chunks have one slot."""
-
-    slots: torch.Tensor  # int64 [C]
-    starts_anew: torch.Tensor  # bool [C]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
     """One step, as tensors. `token_ids`, `positions`, `slots` and `sample_rows` are int64 on the
     stage's device; `slots[t]` is `page * page_size + offset`, where row t's key and value go.
     `sampling[s]` and `sample_positions[s]` belong to row `sample_rows[s]`: the spec, and the
     position that the drawn token will have in its request (int64, host). `layout` is that of the
     rows before `lent`, if there are such: their attention is computed elsewhere. `states` are
-    those of all chunks; None where requests have no state slots.
+    those of all rows; None where requests have no state slots.
     """
 
     token_ids: torch.Tensor  # [T]
@@ -98,7 +91,7 @@ def build_step_inputs(
         upload: brings the tensors to `device`; by default each separately.
 
     Raises ProtocolError for chunks of leases that are not the last ones, or not within a page, and
-    where only some requests have a state slot, or two the same one.
+    as `state_rows`.
     """
     num_local = _num_local(chunks)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
@@ -145,7 +138,7 @@ def build_step_inputs(
         sample_positions=torch.from_numpy(ends[sampled_chunk] - to_end + 1),
         sampling=tuple(chunks[index].request.sampling for index in sampled_chunk.tolist()),
         lent=_lent_rows(chunks, num_local, query_indptr),
-        states=_state_rows(chunks, starts, device),
+        states=state_rows(chunks, query_indptr, device),
     )
 
 
@@ -178,14 +171,6 @@ def written_pages(chunks: Sequence[MirroredChunk], page_size: int) -> list[int]:
             end = chunk.start + chunk.length
             pages += chunk.request.pages[chunk.start // page_size : -(-end // page_size)]
     return pages
-
-
-def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`values` on the stage's device, without waiting for the copy."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 def _layout(
@@ -222,18 +207,6 @@ def _lent_rows(
     if num_local == len(chunks):
         return None
     return LentRows(int(query_indptr[num_local]), chunks[num_local:])
-
-
-def _state_rows(
-    chunks: Sequence[MirroredChunk], starts: np.ndarray, device: torch.device
-) -> StateRows | None:
-    slots = [chunk.request.state_slot for chunk in chunks]
-    given = [slot for slot in slots if slot is not None]
-    if not given:
-        return None
-    if len({*given}) < len(slots):
-        raise ProtocolError(f"the chunks of a step have the state slots {slots}")
-    return StateRows(to_device(np.array(given, np.int64), device), to_device(starts == 0, device))
 
 
 def _lease_page(chunk: MirroredChunk, page_size: int) -> np.ndarray:

@@ -121,11 +121,13 @@ NOINLINE void update(const Columns& source, const Columns& target, int key_dim, 
   std::copy_n(known, kVectors, sums);
 }
 
-// Walks all rows, for the columns of the state that `pool` has; `is_new`: they are zeros instead.
-// `count`: how many of the values from `column` on there are. `cache` has room for the columns.
-inline void walk_columns(const HeadRows& rows, int column, int count, const Columns& pool,
-                         const Columns& cache, bool is_new, Prefetch& prefetch) {
-  Columns source = pool;
+// Walks all rows, for the columns of the state that `before` has, and leaves those after them in
+// `after`, which may be the same place; `is_new`: they were zeros instead. `count`: how many of the
+// values from `column` on there are. `cache` has room for the columns.
+inline void walk_columns(const HeadRows& rows, int column, int count, const Columns& before,
+                         const Columns& after, const Columns& cache, bool is_new,
+                         Prefetch& prefetch) {
+  Columns source = before;
   Vec known[kVectors] = {}, read[kVectors], delta[kVectors];
   if (is_new) {
     for (int d = 0; d < rows.key_dim; ++d)
@@ -147,16 +149,18 @@ inline void walk_columns(const HeadRows& rows, int column, int count, const Colu
       update<true>(source, cache, rows.key_dim, decay, key, delta, query, key + rows.key_dim, known,
                    read, prefetch);
     else
-      update<false>(source, pool, rows.key_dim, decay, key, delta, query, nullptr, known, read,
+      update<false>(source, after, rows.key_dim, decay, key, delta, query, nullptr, known, read,
                     prefetch);
     source = cache;
     for (int v = 0; v < kVectors; ++v) store(value + v * kWidth, read[v], count_of(v));
   }
 }
 
-// Walks all rows, for the whole state [key_dim, value_dim]; `is_new`: it is zeros instead.
-// `next_state`: one of the same size that is read after it (null: none).
-inline void walk_head(const HeadRows& rows, float* state, bool is_new, const float* next_state) {
+// Walks all rows, from the whole state `before` [key_dim, value_dim] to the one `after` them, which
+// may have the same place; `is_new`: from zeros instead. `next_state`: one of the same size that is
+// read after it (null: none).
+inline void walk_head(const HeadRows& rows, float* before, float* after, bool is_new,
+                      const float* next_state) {
   thread_local std::vector<Vec> room;
   const int64_t size = int64_t{rows.key_dim} * kColumns, stride = rows.value_dim;
   room.resize(2 * size / kWidth);
@@ -167,17 +171,18 @@ inline void walk_head(const HeadRows& rows, float* state, bool is_new, const flo
                     (is_new ? 1 : 2) * blocks * rows.key_dim);
   for (int column = 0; column < rows.value_dim; column += kColumns) {
     const int count = std::min(kColumns, rows.value_dim - column);
-    float* const first = state + column;
+    float* const source = before + column;
+    float* const target = after + column;
     if (count == kColumns) {
-      walk_columns(rows, column, count, {first, stride}, cache, is_new, prefetch);
+      walk_columns(rows, column, count, {source, stride}, {target, stride}, cache, is_new, prefetch);
       continue;
     }
     std::fill_n(padded.first, size, 0.0f);
     for (int d = 0; d < rows.key_dim; ++d)
-      std::copy_n(first + d * stride, count, padded.first + d * kColumns);
-    walk_columns(rows, column, count, padded, cache, is_new, prefetch);
+      std::copy_n(source + d * stride, count, padded.first + d * kColumns);
+    walk_columns(rows, column, count, padded, padded, cache, is_new, prefetch);
     for (int d = 0; d < rows.key_dim; ++d)
-      std::copy_n(padded.first + d * kColumns, count, first + d * stride);
+      std::copy_n(padded.first + d * kColumns, count, target + d * stride);
   }
 }
 

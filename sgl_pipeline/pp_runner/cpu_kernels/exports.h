@@ -51,13 +51,13 @@ void sglp_output_gate(int is_bf16, int64_t num_rows, int size, const void* rows,
                       void* gated, int num_threads);
 void sglp_reorder(int64_t num_rows, int size, const void* rows, const int64_t* order,
                   void* reordered, int num_threads);
-void sglp_gated_delta(int is_bf16, const int32_t* query_indptr, int num_chunks, int num_key_heads,
-                      int num_value_heads, int key_dim, int value_dim, int conv_width,
-                      const int64_t* slots, const void* starts_anew, const void* qkv, const void* z,
-                      const void* b, const void* a, const void* conv, const float* a_log,
-                      const float* dt_bias, const void* norm, float epsilon,
-                      float* recurrent_states, void* conv_states, void* out,
-                      int num_threads);
+void sglp_gated_delta(int is_bf16, const int32_t* run_indptr, int num_chunks,
+                      const int32_t* row_indptr, int num_key_heads, int num_value_heads,
+                      int key_dim, int value_dim, int conv_width, const int64_t* read_slots,
+                      const int64_t* write_slots, const void* starts_anew, const void* qkv,
+                      const void* z, const void* b, const void* a, const void* conv,
+                      const float* a_log, const float* dt_bias, const void* norm, float epsilon,
+                      float* recurrent_states, void* conv_states, void* out, int num_threads);
 void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated, const void* rows,
                   const void* weight, const void* SGLP_OR_NULL bias, void* out, int num_threads);
 void sglp_int8_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,

@@ -5,9 +5,10 @@
 // one after the other, and every sum has one order: a row's result and the state after it are bitwise
 // the same in chunks of any lengths, in any company and on any number of threads.
 //
-// A key head of a chunk is a task, with the value heads that belong to it, kRows rows after the others:
-// their queries, keys and values are convolved into fp32 that stays in the L2 cache, then each value
-// head walks them (delta_state.h), and what it read is normed and gated.
+// A key head of a chunk is a task, with the value heads that belong to it. It takes the chunk's runs
+// one after the other, and in a run kRows rows after the others: their queries, keys and values are
+// convolved into fp32 that stays in the L2 cache, then each value head walks them (delta_state.h),
+// and what it read is normed and gated.
 
 #include <algorithm>
 #include <cmath>
@@ -43,8 +44,10 @@ struct Heads {
 template <typename T>
 struct Step {
   Heads heads;
-  const int32_t* query_indptr;
-  const int64_t* slots;
+  const int32_t* run_indptr;
+  const int32_t* row_indptr;
+  const int64_t* read_slots;
+  const int64_t* write_slots;
   const uint8_t* starts_anew;
   const T* qkv;
   const T* z;
@@ -59,8 +62,11 @@ struct Step {
   T* last_inputs;
   T* out;
 
-  float* state(int chunk, int head) const {
-    return recurrent + (slots[chunk] * heads.num_value + head) * heads.key_dim * heads.value_dim;
+  float* state(int64_t slot, int head) const {
+    return recurrent + (slot * heads.num_value + head) * heads.key_dim * heads.value_dim;
+  }
+  T* last_inputs_in(int64_t slot) const {
+    return last_inputs + slot * (heads.conv_width - 1) * heads.num_channels();
   }
 };
 
@@ -134,19 +140,21 @@ NOINLINE void find_gates(const Step<T>& step, int64_t begin, int64_t end, int he
   }
 }
 
-// Some channels of a chunk: of the convolution's weights [K, W], the step's inputs [T, W] and the
-// last ones before the chunk [K - 1, W].
+// Some channels of a run: of the convolution's weights [K, W], the step's inputs [T, W], the last ones
+// before the run [K - 1, W], and the place of the last ones after it.
 template <typename T>
 struct Channels {
   const T* weights;
   const T* inputs;
-  T* last;
-  int64_t stride;   // W
-  int64_t first_row;  // of the chunk
-  bool is_new;      // zeros came before the chunk
+  const T* before;
+  T* after;
+  int64_t stride;     // W
+  int64_t first_row;  // of the run
+  bool is_new;        // zeros came before the run
 
   Channels from(int64_t channel) const {
-    return {weights + channel, inputs + channel, last + channel, stride, first_row, is_new};
+    return {weights + channel, inputs + channel, before + channel, after + channel,
+            stride,            first_row,        is_new};
   }
 };
 
@@ -170,7 +178,7 @@ NOINLINE void convolve_vectors(const Channels<T>& channels, int64_t begin, int64
     if (before >= 0)
       load_row(channels.inputs + row * channels.stride, inputs[tap + 1]);
     else if (!channels.is_new)
-      load_row(channels.last + (before + kTaps - 1) * channels.stride, inputs[tap + 1]);
+      load_row(channels.before + (before + kTaps - 1) * channels.stride, inputs[tap + 1]);
     else
       for (int v = 0; v < kVecs; ++v) inputs[tap + 1][v] = Vec{};
   }
@@ -218,16 +226,16 @@ NOINLINE void norm_rows(float* rows, int64_t num_rows, int size, float scale) {
   }
 }
 
-// The chunk's last inputs take the place of those before it.
+// Keeps the last inputs after the run, which may have the place of those before it.
 template <typename T>
 void keep_inputs(const Channels<T>& channels, int64_t end, int taps, int size) {
   for (int tap = 0; tap < taps - 1; ++tap) {  // ascending: a row is read before it is overwritten
-    T* const target = channels.last + tap * channels.stride;
+    T* const target = channels.after + tap * channels.stride;
     const int64_t row = end - (taps - 1) + tap, before = row - channels.first_row;
     if (before >= 0)
       std::memcpy(static_cast<void*>(target), channels.inputs + row * channels.stride, size * sizeof(T));
     else if (!channels.is_new)
-      std::memcpy(static_cast<void*>(target), channels.last + (before + taps - 1) * channels.stride,
+      std::memcpy(static_cast<void*>(target), channels.before + (before + taps - 1) * channels.stride,
                   size * sizeof(T));
     else
       std::memset(static_cast<void*>(target), 0, size * sizeof(T));
@@ -258,37 +266,47 @@ NOINLINE void gate_rows(const Step<T>& step, int64_t begin, int64_t end, int hea
   }
 }
 
-// One key head of a chunk. `next_state`: the one of the value head that this thread is likely to
+// One key head of a run. `next_state`: the one of the value head that this thread is likely to
 // compute after its own (null: none).
 template <int kTaps, typename T>
-void run_task(const Step<T>& step, int chunk, int key_head, const float* next_state) {
+void take_run(const Step<T>& step, int run, int key_head, const float* next_state) {
   const Heads& heads = step.heads;
   const Scratch scratch(heads);
-  const int64_t first = step.query_indptr[chunk], end = step.query_indptr[chunk + 1];
-  const int64_t channels = heads.num_channels();
-  const bool is_new = step.starts_anew[chunk];
-  const Channels<T> all{step.conv, step.qkv, step.last_inputs + step.slots[chunk] * (kTaps - 1) * channels,
-                        channels, first, is_new};
+  const int64_t first = step.row_indptr[run], end = step.row_indptr[run + 1];
+  const int64_t read_slot = step.read_slots[run], write_slot = step.write_slots[run];
+  const bool is_new = step.starts_anew[run];
+  const Channels<T> all{step.conv,
+                        step.qkv,
+                        step.last_inputs_in(read_slot),
+                        step.last_inputs_in(write_slot),
+                        heads.num_channels(),
+                        first,
+                        is_new};
   const int key_dim = heads.key_dim, value_dim = heads.value_dim, first_head = key_head * heads.per_key();
   const Channels<T> queries = all.from(int64_t{key_head} * key_dim);
   const Channels<T> keys = queries.from(int64_t{heads.num_key} * key_dim);
   const Channels<T> values = all.from(2 * int64_t{heads.num_key} * key_dim + int64_t{first_head} * value_dim);
+  if (first == end)
+    std::copy_n(step.state(read_slot, first_head), int64_t{heads.per_key()} * key_dim * value_dim,
+                step.state(write_slot, first_head));
   for (int64_t begin = first; begin < end; begin += kRows) {
     const int64_t stop = std::min(end, begin + kRows);
+    const int64_t source_slot = begin == first ? read_slot : write_slot;
     convolve_head<kTaps>(queries, begin, stop, scratch.queries, key_dim);
     convolve_head<kTaps>(keys, begin, stop, scratch.keys, key_dim);
     norm_rows(scratch.queries, stop - begin, key_dim, 1.0f / std::sqrt(float(key_dim)));
     norm_rows(scratch.keys, stop - begin, key_dim, 1.0f);
     for (int i = 0; i < heads.per_key(); ++i) {
+      const int head = first_head + i;
       float* const read = scratch.values + int64_t{i} * kRows * value_dim;
       convolve_head<kTaps>(values.from(int64_t{i} * value_dim), begin, stop, read, value_dim);
-      find_gates(step, begin, stop, first_head + i, scratch.decays + i * kRows, scratch.betas + i * kRows);
+      find_gates(step, begin, stop, head, scratch.decays + i * kRows, scratch.betas + i * kRows);
       const HeadRows rows{scratch.queries,         scratch.keys,           read, scratch.decays + i * kRows,
                           scratch.betas + i * kRows, int(stop - begin), key_dim, value_dim};
       const bool is_last = i + 1 == heads.per_key();
-      walk_head(rows, step.state(chunk, first_head + i), is_new && begin == first,
-                stop < end ? nullptr : is_last ? next_state : step.state(chunk, first_head + i + 1));
-      gate_rows(step, begin, stop, first_head + i, read);
+      walk_head(rows, step.state(source_slot, head), step.state(write_slot, head), is_new && begin == first,
+                stop < end ? nullptr : is_last ? next_state : step.state(source_slot, head + 1));
+      gate_rows(step, begin, stop, head, read);
     }
   }
   keep_inputs(queries, end, kTaps, key_dim);
@@ -302,27 +320,34 @@ void run_step(const Step<T>& step, int num_chunks, int num_threads) {
   in_team(num_threads, [&] {
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < num_tasks; ++i) {
-      const int next = i + omp_get_num_threads(), chunk = next / num_keys;
-      const bool reads = next < num_tasks && !step.starts_anew[chunk];
-      run_task<kTaps>(step, i / num_keys, i % num_keys,
-                      reads ? step.state(chunk, next % num_keys * step.heads.per_key()) : nullptr);
+      const int next = i + omp_get_num_threads();
+      const int next_run = next < num_tasks ? step.run_indptr[next / num_keys] : -1;
+      const bool reads = next_run >= 0 && !step.starts_anew[next_run];
+      const float* const next_state =
+          reads ? step.state(step.read_slots[next_run], next % num_keys * step.heads.per_key()) : nullptr;
+      const int end = step.run_indptr[i / num_keys + 1];
+      for (int run = step.run_indptr[i / num_keys]; run < end; ++run)
+        take_run<kTaps>(step, run, i % num_keys, run + 1 < end ? nullptr : next_state);
     }
   });
 }
 
 }  // namespace
 
-// Of chunks of rows: chunk c has those from query_indptr[c] to query_indptr[c + 1], and the state in
-// slot slots[c], which begins with zeros where starts_anew[c]. With W = 2 Hk Dk + Hv Dv channels and
-// K = conv_width:
+// Of chunks of runs of rows: chunk c has the runs from run_indptr[c] to run_indptr[c + 1], run r the
+// rows from row_indptr[r] to row_indptr[r + 1]. A run begins with the state in slot read_slots[r], or
+// with zeros where starts_anew[r], and leaves the state after it in slot write_slots[r], which may be
+// the same; without rows, which only one that reads may have, it is a copy. What a chunk reads or
+// writes, no other chunk writes. With W = 2 Hk Dk + Hv Dv channels and K = conv_width:
 //   qkv [T, W], z [T, Hv Dv], b and a [T, Hv], conv [K, W], norm [Dv], conv_states [S, K - 1, W],
 //   oldest first, and out [T, Hv Dv] of one type, bf16 or fp32;
 //   a_log and dt_bias [Hv] and recurrent_states [S, Hv, Dk, Dv] fp32.
 // All are contiguous. K is 2, 3 or 4.
-extern "C" void sglp_gated_delta(int is_bf16, const int32_t* query_indptr, int num_chunks,
-                                 int num_key_heads, int num_value_heads, int key_dim, int value_dim,
-                                 int conv_width, const int64_t* slots, const void* starts_anew,
-                                 const void* qkv, const void* z, const void* b, const void* a,
+extern "C" void sglp_gated_delta(int is_bf16, const int32_t* run_indptr, int num_chunks,
+                                 const int32_t* row_indptr, int num_key_heads, int num_value_heads,
+                                 int key_dim, int value_dim, int conv_width,
+                                 const int64_t* read_slots, const int64_t* write_slots,
+                                 const void* starts_anew, const void* qkv, const void* z, const void* b, const void* a,
                                  const void* conv, const float* a_log, const float* dt_bias,
                                  const void* norm, float epsilon, float* recurrent_states,
                                  void* conv_states, void* out, int num_threads) {
@@ -330,8 +355,10 @@ extern "C" void sglp_gated_delta(int is_bf16, const int32_t* query_indptr, int n
     using T = decltype(element);
     const auto tensor = [](const void* pointer) { return static_cast<const T*>(pointer); };
     const Step<T> step{{num_key_heads, num_value_heads, key_dim, value_dim, conv_width},
-                       query_indptr,
-                       slots,
+                       run_indptr,
+                       row_indptr,
+                       read_slots,
+                       write_slots,
                        static_cast<const uint8_t*>(starts_anew),
                        tensor(qkv),
                        tensor(z),

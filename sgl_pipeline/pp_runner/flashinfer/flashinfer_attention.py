@@ -11,7 +11,8 @@ import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, to_device
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import (
     FlashInferParts,

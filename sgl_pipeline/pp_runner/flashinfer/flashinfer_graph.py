@@ -6,7 +6,8 @@ The graph is recorded with the wrapper's buffers, which each plan fills anew. Un
 import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, to_device
+from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
+from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import Event, Wrapper, plan_decodes
 
 

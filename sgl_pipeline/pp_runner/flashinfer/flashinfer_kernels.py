@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from sgl_pipeline.pp_runner.base.kv_format import FP8
-from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.base.state_rows import StateRows
 from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
 from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import GpuProducts
@@ -237,7 +237,6 @@ class FlashInferKernels:
         a: torch.Tensor,
         weights: GatedDeltaWeights,
         states: StateRows,
-        query_indptr: torch.Tensor,
         pool: LayerStates,
     ) -> torch.Tensor:
         raise NotImplementedError("models with states are refused on GPUs")

@@ -7,7 +7,7 @@ checked.
 import torch
 
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, head_dim_of
-from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.base.state_rows import StateRows
 from sgl_pipeline.pp_runner.cpu_kernels.library import CPU_DTYPES, CpuKernels, KvFormat
 from sgl_pipeline.pp_runner.layer_kernels.compiled_gated_delta import (
     check_tensors,
@@ -215,13 +215,10 @@ class CompiledKernels:
         a: torch.Tensor,
         weights: GatedDeltaWeights,
         states: StateRows,
-        query_indptr: torch.Tensor,
         pool: LayerStates,
     ) -> torch.Tensor:
         """See `LayerKernels.gated_delta`."""
-        return compiled_gated_delta(
-            self._kernels, qkv, z, b, a, weights, states, query_indptr, pool
-        )
+        return compiled_gated_delta(self._kernels, qkv, z, b, a, weights, states, pool)
 
     def _rms_norm(
         self,

@@ -1,9 +1,9 @@
 """The gated delta rule (arXiv 2412.06464) of layers that keep a state per request, and its
 reference in plain torch: the compiled kernel of `cpu_kernels/gated_delta.cpp` is tested against it.
 
-Shapes: T rows of the step in C chunks, Hk key heads of Dk, Hv value heads of Dv, a convolution
-over K rows of W = 2 * Hk * Dk + Hv * Dv channels, S state slots. Value head h has the query and the
-key of head h // (Hv // Hk).
+Shapes: T rows of the step in R runs (`StateRows`), Hk key heads of Dk, Hv value heads of Dv, a
+convolution over K rows of W = 2 * Hk * Dk + Hv * Dv channels, S state slots. Value head h has the
+query and the key of head h // (Hv // Hk).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.base.state_rows import StateRows
 
 NORM_EPSILON = 1e-6  # of queries and keys, added to the sum of squares
 
@@ -42,7 +42,6 @@ def gated_delta(
     a: torch.Tensor,
     weights: GatedDeltaWeights,
     states: StateRows,
-    query_indptr: torch.Tensor,
     pool: LayerStates,
 ) -> torch.Tensor:
     """See `LayerKernels.gated_delta`. All arithmetic is fp32, and only the result is rounded."""
@@ -50,13 +49,17 @@ def gated_delta(
     decay = (-weights.a_log.exp() * _softplus(a.float() + weights.dt_bias)).exp()
     beta = b.float().sigmoid()
     read = qkv.new_empty(qkv.shape[0], num_value_heads, value_dim, dtype=torch.float32)
-    bounds = query_indptr.tolist()
-    slots, starts_anew = states.slots.tolist(), states.starts_anew.tolist()
-    for slot, is_new, begin, end in zip(slots, starts_anew, bounds, bounds[1:], strict=False):
+    bounds = states.row_indptr.tolist()
+    read_slots, write_slots = states.read_slots.tolist(), states.write_slots.tolist()
+    runs = zip(read_slots, write_slots, states.starts_anew.tolist(), strict=True)
+    for (source, slot, is_new), begin, end in zip(runs, bounds, bounds[1:], strict=False):
         rows, recurrent, conv = slice(begin, end), pool.recurrent[slot], pool.conv[slot]
         if is_new:
             recurrent.zero_()
             conv.zero_()
+        elif source != slot:
+            recurrent.copy_(pool.recurrent[source])
+            conv.copy_(pool.conv[source])
         mixed = F.silu(_convolve(qkv[rows], weights.conv, conv))
         width = (mixed.shape[1] - num_value_heads * value_dim) // 2
         query, key, value = mixed.split((width, width, num_value_heads * value_dim), dim=1)
@@ -92,7 +95,7 @@ def _recur(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """The reads [n, Hv, Dv] of a chunk's rows from `state` [Hv, Dk, Dv], each after it wrote.
+    """The reads [n, Hv, Dv] of a run's rows from `state` [Hv, Dk, Dv], each after it wrote.
 
     `query` and `key` [n, Hv, Dk], `value` [n, Hv, Dv], `decay` and `beta` [n, Hv].
     """

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.base.state_rows import StateRows
 from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
@@ -148,18 +148,16 @@ class LayerKernels(Protocol):
         a: torch.Tensor,
         weights: GatedDeltaWeights,
         states: StateRows,
-        query_indptr: torch.Tensor,
         pool: LayerStates,
     ) -> torch.Tensor:
         """The gated delta rule, from the four projections of a layer's rows to the input of its
         output projection: [T, Hv * Dv].
 
-        Convolves `qkv` [T, W] over rows, norms queries and keys, then has each row read its chunk's
+        Convolves `qkv` [T, W] over rows, norms queries and keys, then has each row read its run's
         state after it decayed it, by `a` [T, Hv], and wrote to it, by `b` [T, Hv]; norms what was
         read, and gates it with `z` [T, Hv * Dv]. Shapes: `gated_delta.py`.
 
         Args:
-            query_indptr: int32 [C + 1], on the host: chunk c has the rows from `query_indptr[c]` to
-                `query_indptr[c + 1]`.
-            pool: the states of the chunks' slots are replaced.
+            states: which rows take which state further; the runs of a chunk one after the other.
+            pool: the states in the slots that are written are replaced.
         """

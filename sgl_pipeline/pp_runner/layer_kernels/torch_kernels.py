@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.base.kv_format import head_dim_of, write_rows
-from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.base.state_rows import StateRows
 from sgl_pipeline.pp_runner.layer_kernels.gated_delta import (
     GatedDeltaWeights,
     LayerStates,
@@ -93,10 +93,9 @@ class TorchKernels:
         a: torch.Tensor,
         weights: GatedDeltaWeights,
         states: StateRows,
-        query_indptr: torch.Tensor,
         pool: LayerStates,
     ) -> torch.Tensor:
-        return gated_delta(qkv, z, b, a, weights, states, query_indptr, pool)
+        return gated_delta(qkv, z, b, a, weights, states, pool)
 
 
 def _normed_heads(heads: torch.Tensor, weight: torch.Tensor, norms: HeadNorms) -> torch.Tensor:

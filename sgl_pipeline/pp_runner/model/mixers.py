@@ -82,7 +82,5 @@ class GatedDeltaMixer(NamedTuple):
         states = step.states
         assert states is not None, f"layer {layer} needs states"
         projected = self.qkv(rows), self.z(rows), self.b(rows), self.a(rows)
-        read = kernels.gated_delta(
-            *projected, self.weights, states.rows, states.query_indptr, states.pool.states(layer)
-        )
+        read = kernels.gated_delta(*projected, self.weights, states.rows, states.pool.states(layer))
         return self.output(read)

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from sgl_pipeline.pp_runner.base.step_inputs import to_device
+from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.pp_runner.output.token_masks import allows_no_other
 from sgl_pipeline.wire.step_order import MirroredChunk
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgl_pipeline.pp_runner.base.step_inputs import to_device
+from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.requests import MAX_TOP_LOGPROBS, LogprobRows, LogprobSpec
 from sgl_pipeline.wire.step_order import MirroredChunk
 

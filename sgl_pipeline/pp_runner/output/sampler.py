@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_pipeline.pp_runner.base.step_inputs import to_device
+from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.requests import SamplingSpec
 
 # Rows with a cut by rank or mass order this many of their likeliest candidates instead of the

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.base.step_inputs import to_device
+from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.wire.step_order import MirroredChunk
 
 

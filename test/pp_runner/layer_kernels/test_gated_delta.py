@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from sgl_pipeline.pp_runner.base.step_inputs import StateRows
+from sgl_pipeline.pp_runner.base.state_rows import StateRows
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
@@ -98,10 +98,25 @@ class Layer:
     ) -> tuple[torch.Tensor, ...]:
         """The result of each chunk."""
         lengths = [chunk.qkv.shape[0] for chunk in chunks]
-        indptr = torch.tensor([0, *lengths]).cumsum(0).int()
-        rows = Rows(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
-        states = StateRows(torch.tensor(slots), torch.tensor(starts_anew))
-        return self.kernels.gated_delta(*rows, self.weights, states, indptr, pool).split(lengths)
+        runs = [
+            [Run(slot, slot, length, is_new)]
+            for slot, length, is_new in zip(slots, lengths, starts_anew, strict=True)
+        ]
+        return self.run_runs(joined(*chunks), runs, pool).split(lengths)
+
+    def run_runs(
+        self, rows: "Rows", chunks: Sequence[Sequence["Run"]], pool: LayerStates
+    ) -> torch.Tensor:
+        """The result of a step with `rows`, in the runs of each chunk."""
+        runs = [run for chunk in chunks for run in chunk]
+        states = StateRows(
+            torch.tensor([run.read_slot for run in runs]),
+            torch.tensor([run.write_slot for run in runs]),
+            torch.tensor([run.starts_anew for run in runs]),
+            torch.tensor([0, *(run.num_rows for run in runs)]).cumsum(0).int(),
+            torch.tensor([0, *map(len, chunks)]).cumsum(0).int(),
+        )
+        return self.kernels.gated_delta(*rows, self.weights, states, pool)
 
     def run_in_turn(
         self, rows: "Rows", lengths: Iterable[int], slot: int, pool: LayerStates
@@ -126,6 +141,20 @@ class Rows(NamedTuple):
 
     def part(self, begin: int, end: int) -> "Rows":
         return Rows(*(each[begin:end] for each in self))
+
+
+def joined(*parts: Rows) -> Rows:
+    """One after the other."""
+    return Rows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+
+class Run(NamedTuple):
+    """One of `StateRows`."""
+
+    read_slot: int
+    write_slot: int
+    num_rows: int
+    starts_anew: bool = False
 
 
 def expected(layer: Layer, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,6 +247,57 @@ def test_company_changes_no_bit(leaf: str, dtype: torch.dtype):
         assert together.recurrent[slot].equal(alone.recurrent[slot])
         assert together.conv[slot].equal(alone.conv[slot])
     assert together.recurrent[2].isnan().all() and together.conv[2].isnan().all()
+
+
+@every_leaf
+@every_dtype
+@every_shape
+def test_snapshots_are_the_states_of_shorter_chunks(leaf: str, dtype: torch.dtype, shape: Shape):
+    """Of runs of a row, of more rows than are convolved at once, and of none; another request
+    begins with one, and takes one itself. The slots that are read stay what they were."""
+    layer = Layer(shape, dtype, leaf)
+    rows, other = layer.rows(100), layer.rows(9)
+    alone, pool = layer.states(8), layer.states(8)
+
+    def assert_same(one: torch.Tensor, exact: torch.Tensor) -> None:
+        if leaf != "torch":
+            assert one.equal(exact)
+        assert ((one - exact).abs() <= tolerance(dtype, exact.abs())).all()
+
+    def assert_same_state(slot: int, slot_alone: int) -> None:
+        assert_same(pool.recurrent[slot], alone.recurrent[slot_alone])
+        assert pool.conv[slot].equal(alone.conv[slot_alone])
+
+    whole = layer.run_in_turn(rows, [1, 69, 30], 0, alone)
+    for lengths, slot in (([1], 1), ([1, 69], 2), ([1, 69, 30], 3)):
+        layer.run_in_turn(rows, lengths, slot, alone)
+    runs = [Run(7, 1, 1, True), Run(1, 2, 69), Run(2, 3, 30), Run(3, 0, 0)]
+    assert_same(layer.run_runs(rows, [runs], pool), whole)
+    for slot in range(4):
+        assert_same_state(slot, slot)
+    before = pool.recurrent[2].clone()
+    both = joined(rows.part(70, 100), other)
+    results = layer.run_runs(both, [[Run(2, 4, 30)], [Run(2, 5, 2), Run(5, 6, 7)]], pool)
+    assert pool.recurrent[2].equal(before)
+    assert_same(results[:30], whole[70:])
+    assert_same_state(4, 0)
+    exact = layer.run_in_turn(joined(rows.part(0, 70), other), [1, 69, 2, 7], 7, alone)
+    assert_same(results[30:], exact[70:])
+    assert_same_state(6, 7)
+
+
+@pytest.mark.compiler
+def test_snapshots_change_no_bit_on_two_threads():
+    layer = Layer(SHAPES[1], torch.bfloat16, "compiled native")
+    rows = layer.rows(80)
+    runs = [[Run(slot, slot + 4, 13, True), Run(slot + 4, slot, 7)] for slot in range(4)]
+    results, pools = [], []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        pools.append(layer.states(8))
+        results.append(layer.run_runs(rows, runs, pools[-1]))
+    assert results[0].equal(results[1])
+    assert pools[0].recurrent.equal(pools[1].recurrent)
 
 
 @pytest.mark.compiler
