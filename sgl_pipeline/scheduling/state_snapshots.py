@@ -24,8 +24,8 @@ from sgl_pipeline.scheduling.state_slots import StateSlots
 @dataclass(slots=True)
 class _Progress:
     """A running request. Until its first chunk is scheduled it keeps `source`, the node with the
-    snapshot that it begins with. `wanted` was cached without one. The steps of snapshots `in_flight`
-    have not come back; those `held` wait for their pages to be cached."""
+    snapshot that it begins with. `wanted` was cached without one. The steps of snapshots
+    `in_flight` have not come back; those `held` wait for their pages to be cached."""
 
     source: RadixNode | None
     wanted: RadixNode | None
@@ -104,8 +104,8 @@ class StateSnapshots:
         start: int,
         end: int,
     ) -> tuple[int | None, tuple[StateSnapshot, ...]]:
-        """The slot of the snapshot that the chunk of `request` from `start` to `end` begins with, if
-        it begins with one, and the snapshots that it takes; `path` up to `above` is claimed."""
+        """The slot of the snapshot that the chunk of `request` from `start` to `end` begins with,
+        if it does, and the snapshots that it takes; `path` up to `above` is claimed."""
         progress, source = self._running[request], None
         if progress.source is not None:
             source = progress.source.state_slot
