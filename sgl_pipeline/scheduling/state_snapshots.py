@@ -2,7 +2,7 @@
 
 A chunk that passes a place leaves the state there in a slot of its own as well. When its step has
 come back, the snapshot goes to the radix tree with the pages before it, where others begin with it.
-Without a slot there is no snapshot, and nobody waits for one. Places, all of them ends of nodes of
+Without a slot there is no snapshot, and no request waits for one. Places, all of them ends of nodes of
 the request's path:
 
 - the end of the path;
@@ -89,7 +89,7 @@ class StateSnapshots:
             return
         is_last = not self._slots.num_free and self.num_evictable == 1
         if is_last and hit not in self._pinned:
-            # No other slot is to be had: the snapshot becomes the request's own state.
+            # No other slot is available: the snapshot becomes the request's own state.
             request.state_slot = self._storage.detach(hit)
             return
         self._pinned[hit] = self._pinned.get(hit, 0) + 1
