@@ -2,8 +2,8 @@
 
 A chunk that passes a place leaves the state there in a slot of its own as well. When its step has
 come back, the snapshot goes to the radix tree with the pages before it, where others begin with it.
-Without a slot there is no snapshot, and no request waits for one. Places, all of them ends of nodes of
-the request's path:
+Without a slot there is no snapshot, and no request waits for one. Places, all of them ends of nodes
+of the request's path:
 
 - the end of the path;
 - where waiting requests leave it that find nothing deeper;
