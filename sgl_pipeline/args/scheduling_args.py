@@ -119,9 +119,11 @@ class SchedulingArgs:
     def __post_init__(self) -> None:
         check_flags(self)
         require(
-            not self.num_state_slots or not self.radix_cache,
-            f"--max-mamba-cache-size {self.num_state_slots}: the radix cache keeps pages and no "
-            "states; give --disable-radix-cache",
+            not self.num_state_slots
+            or not self.radix_cache
+            or self.schedule_policy not in CACHE_AWARE_POLICIES,
+            f"--schedule-policy {self.schedule_policy} is not built for models with states: it "
+            "ranks by pages, and a prefix begins with a snapshot of the states; leave it out",
         )
         require(
             not self.num_state_slots or not self.draft_tokens,

@@ -49,6 +49,12 @@ class Admission:
 
     def fill(self, budget: TokenBudget) -> list[Chunk]:
         """The chunks of the next step, decodes first; empty when nothing can run now."""
+        chunks = self._chunks(budget)
+        if self._pages.snapshots is not None:
+            self._pages.snapshots.end_step()
+        return chunks
+
+    def _chunks(self, budget: TokenBudget) -> list[Chunk]:
         chunks = self._decodes(budget.decodes, budget.time.decodes if budget.time else None)
         room = PrefillRoom(budget, chunks)
         if self._shares is not None:
@@ -126,7 +132,8 @@ class Admission:
         # with them and dropped.
         draws = request.stops.max_new_tokens > 0 or request.logprobs is not None
         samples = end == request.num_tokens and draws
-        chunks.append(Chunk(request, start, length, is_decode=False, samples=samples))
+        source, snapshots = self._pages.states_of_chunk(request, start, end)
+        chunks.append(Chunk(request, start, length, False, samples, (), source, snapshots))
         room.take(seen, length, samples)
 
     def make_room_for_head(self) -> None:

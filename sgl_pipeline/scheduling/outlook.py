@@ -110,11 +110,13 @@ def _queued(
     for request in requests:
         path = waiting.path_of(request)
         tokens = request.prefill_end - max(path.end, request.leased_tokens)
-        node: RadixNode | None = path
-        while node is not None and not node.is_cached and node not in counted:
+        node, hit, is_claimed = path, pages.hit_for(path), False
+        while node is not hit and node not in counted:
             counted.add(node)
-            # Tokens that a running request prefills count as its own.
-            tokens += 0 if node.num_prefilling else len(node.tokens)
+            # Tokens that a running request prefills count as its own, and those before them too.
+            is_claimed = is_claimed or node.num_prefilling > 0
+            tokens += 0 if is_claimed else len(node.tokens)
+            assert node.parent is not None
             node = node.parent
         new_pages = pages.pages_of(request, tokens)
         demands.append(Demand(request, tokens, new_pages, new_pages))

@@ -45,18 +45,19 @@ class RadixDemand:
         """The waiting request of `path` is gone."""
         self._change(path, waiting=-1)
 
-    def claim(self, path: RadixNode) -> None:
-        """The waiting request of `path` prefills from now on."""
-        self._change(path, waiting=-1, prefilling=1)
+    def claim(self, path: RadixNode, hit: RadixNode | None = None) -> None:
+        """The waiting request of `path` prefills what follows `hit` (None: the root) from now
+        on."""
+        self._change(path, waiting=-1, prefilling=1, above=hit)
 
     def claim_for_load(self, path: RadixNode) -> None:
         """A load brings the pages of `path`, which its caller has just walked."""
         self._change(path, prefilling=1)
 
-    def unclaim(self, path: RadixNode) -> None:
-        """The prefilling request of `path` has finished its prompt, or never will; or its load has
-        ended."""
-        self._change(path, prefilling=-1)
+    def unclaim(self, path: RadixNode, hit: RadixNode | None = None) -> None:
+        """The prefilling request of `path` below `hit`, as it was claimed, has finished its prompt,
+        or never will; or its load has ended."""
+        self._change(path, prefilling=-1, above=hit)
 
     def claimed_node(self, path: RadixNode) -> RadixNode | None:
         """The last node of `path` that is not cached yet and that another request prefills, or a
@@ -93,10 +94,19 @@ class RadixDemand:
         if self.on_changed is not None:
             self.on_changed(node)
 
-    def _change(self, path: RadixNode, waiting: int = 0, prefilling: int = 0) -> None:
-        """Changes the number of requests that want `path`, and with it every node above."""
+    def _change(
+        self,
+        path: RadixNode,
+        waiting: int = 0,
+        prefilling: int = 0,
+        above: RadixNode | None = None,
+    ) -> None:
+        """Changes the number of requests that want `path`, and with it every node above; of those
+        that prefill, up to the node `above` it, which is not changed (None: the root)."""
         node = path
         while (parent := node.parent) is not None:
+            if node is above:
+                prefilling = 0
             if node.is_cached:
                 node.num_waiting += waiting
                 node.num_prefilling += prefilling

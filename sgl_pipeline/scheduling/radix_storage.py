@@ -125,9 +125,10 @@ class RadixStorage:
             run.lock_count += 1
             node = node.parent
 
-    def unlock(self, node: RadixNode) -> None:
+    def unlock(self, node: RadixNode) -> list[int]:
         """Takes back one `lock`; its end counts as a use (its start need not: nothing could be
-        evicted)."""
+        evicted). Returns the pages that are of no use from now on, none in models without states.
+        """
         use = self._tree.next_use()
         while node.parent is not None:
             run = node.run
@@ -139,6 +140,7 @@ class RadixStorage:
                 self.locked_pages -= len(run.pages)
                 self._offer_for_eviction(node)
             node = node.parent
+        return []
 
     def evict(self, num_pages: int) -> list[int]:
         """Drops up to `num_pages` unlocked pages, least recently used leaf first, from its tail.
@@ -150,7 +152,8 @@ class RadixStorage:
         while len(evicted) < num_pages and self._eviction_heap:
             used, _, node = heapq.heappop(self._eviction_heap)
             run = node.run
-            assert run is not None
+            if run is None:
+                continue
             run.is_offered = False
             if self.spares_wanted and node.num_waiting and num_spared < MAX_SPARED:
                 num_spared += 1
@@ -158,13 +161,18 @@ class RadixStorage:
             if node.last_used != used:
                 self._offer_for_eviction(node)
                 continue
-            if not _is_evictable(node):
+            if not is_evictable(node):
                 continue
-            kept = len(run.pages) - (num_pages - len(evicted))
-            if kept > 0:
-                self._tree.split(node, kept * self.page_size)
-            evicted += self._drop_run(node)
+            evicted += self._evict_tail(node, num_pages - len(evicted))
         return evicted
+
+    def _evict_tail(self, node: RadixNode, num_pages: int) -> list[int]:
+        """Drops up to `num_pages` pages from the tail of an evictable node; returns them."""
+        assert node.run is not None
+        kept = len(node.run.pages) - num_pages
+        if kept > 0:
+            self._tree.split(node, kept * self.page_size)
+        return self._drop_run(node)
 
     def cached_nodes(self) -> Iterator[RadixNode]:
         """All nodes that have pages, parents first."""
@@ -177,7 +185,7 @@ class RadixStorage:
     def next_evicted(self, num_nodes: int) -> list[RadixNode]:
         """The cached nodes that come up for eviction next, about in order; looks at all of them."""
         first = heapq.nsmallest(num_nodes, self._eviction_heap)
-        return [node for _, _, node in first if _is_evictable(node)]
+        return [node for _, _, node in first if is_evictable(node)]
 
     def drop(self, lost: Container[int]) -> list[int]:
         """Drops each cached prefix from its first page in `lost` on; none of these pages is locked.
@@ -236,13 +244,13 @@ class RadixStorage:
     def _offer_for_eviction(self, node: RadixNode) -> None:
         """Enters `node` in the heap if it may be evicted. Entries are checked when they come out:
         each is at most as recent as its node, so the first current one is least recently used."""
-        if _is_evictable(node) and node.run is not None and not node.run.is_offered:
+        if is_evictable(node) and node.run is not None and not node.run.is_offered:
             node.run.is_offered = True
             self._heap_entries += 1
             heapq.heappush(self._eviction_heap, (node.last_used, self._heap_entries, node))
 
 
-def _is_evictable(node: RadixNode) -> bool:
+def is_evictable(node: RadixNode) -> bool:
     """True if the node has pages that no request uses and that no cached prefix continues."""
     run = node.run
     return (

@@ -18,7 +18,8 @@ class RadixNode:
     All three parts read a node, but each field has one writer. Always true:
 
     - The parent of a cached node is cached. A request that wants a node wants its parent.
-    - Every node except the root has a run or is wanted; `RadixTree.prune` drops it otherwise.
+    - Every node except the root has a run, is wanted, or leads to such a node; `RadixTree.prune`
+      drops it otherwise.
     - A node that ends a path or a match keeps doing so: a split keeps the object for the lower
       half.
     """
@@ -36,6 +37,11 @@ class RadixNode:
     # Demand: written by `RadixDemand`. Number of requests that have a path through this node.
     num_waiting: int = 0
     num_prefilling: int = 0  # and loads
+    # In models with states, written by `SnapshotDemand`: where its snapshot of the states is, and
+    # what its waiting requests lack (see there).
+    state_slot: int | None = None
+    num_missing: int = 0
+    num_pending: int = 0
     # Waiting requests that are parked until this node's pages are committed, by the request that
     # prefills them or the load that brings them.
     parked: list[Request] = field(default_factory=list)
@@ -46,6 +52,16 @@ class RadixNode:
     def is_cached(self) -> bool:
         """True if a request can use the KV of these tokens where it lies."""
         return self.run is not None
+
+    @property
+    def is_needed(self) -> bool:
+        """True if it has a run, or is wanted, or leads to a node of which that is true."""
+        return (
+            self.run is not None
+            or self.num_waiting > 0
+            or self.num_prefilling > 0
+            or bool(self.children)
+        )
 
     @property
     def last_cached(self) -> "RadixNode":
@@ -139,8 +155,8 @@ class RadixTree:
         return upper
 
     def prune(self, node: RadixNode) -> None:
-        """Drops `node` if it has no run and no request wants it; it has no children then."""
-        if node.run is None and not node.num_waiting and not node.num_prefilling:
+        """Drops `node` if nothing needs it."""
+        if not node.is_needed:
             assert node.parent is not None
             del node.parent.children[node.key]
 

@@ -9,37 +9,47 @@ own and frees it at the end.
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from sgl_pipeline.microbatch import Chunk
+from sgl_pipeline.microbatch import Chunk, StateSnapshot
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.page_pool import PagePool
 from sgl_pipeline.scheduling.radix_demand import RadixDemand
 from sgl_pipeline.scheduling.radix_storage import RadixStorage
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.state_slots import StateSlots
+from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
 
 
 @dataclass(slots=True)
 class _Holding:
     """`request.pages[:num_cached]` are the cache's, under the lock on `locked`; the rest its own.
 
-    `claimed_path` is the prefix that it prefills and others may wait for; None when it is done.
+    `claimed_path` is the prefix that it prefills below `claimed_below` and others may wait for;
+    None when it is done.
     """
 
     locked: RadixNode
     num_cached: int
     claimed_path: RadixNode | None
+    claimed_below: RadixNode
 
 
 class RequestPages:
     """The pool, the cache, and what running requests hold of the pool and of `state_slots`. Counts
-    are in pages."""
+    are in pages. With `snapshots`, of a model with states, pages are cached up to a snapshot only.
+    """
 
     def __init__(
-        self, pool: PagePool, storage: RadixStorage, demand: RadixDemand, state_slots: StateSlots
+        self,
+        pool: PagePool,
+        storage: RadixStorage,
+        demand: RadixDemand,
+        state_slots: StateSlots,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.state_slots = state_slots
+        self.snapshots = snapshots
         self._pool = pool
-        self._storage = storage
+        self.storage = storage
         self._demand = demand
         self._page_size = storage.page_size
         self._holdings: dict[Request, _Holding] = {}
@@ -64,7 +74,7 @@ class RequestPages:
     @property
     def num_available(self) -> int:
         """Pages that are free, or cached and not locked."""
-        return self._pool.num_free + self._storage.evictable_pages
+        return self._pool.num_free + self.storage.evictable_pages
 
     def pages_in_use(self) -> list[int]:
         """Pages that hold anything, cached or of a request; looks at all."""
@@ -80,23 +90,27 @@ class RequestPages:
 
     def fits(self, request: Request, path: RadixNode, num_reserved: int) -> bool:
         """True if `try_open` would succeed now."""
-        match = self._storage.match(path)
-        self._storage.lock(match)
+        match = self.storage.match(path)
+        self.storage.lock(match)
         fits = self._fits_beside(match, request, num_reserved)
-        self._storage.unlock(match)
+        self._unlock(match)
         return fits
+
+    def hit_for(self, path: RadixNode) -> RadixNode:
+        """The node behind which a waiting request of `path` would begin now."""
+        return self.storage.match(path)
 
     def missing_pages(self, request: Request, path: RadixNode) -> int:
         """Pages that the whole prefill of a waiting request needs beside its cached prefix."""
         num_pages = self.pages_of(request, request.prefill_end)
-        return num_pages - self._storage.match(path).end // self._page_size
+        return num_pages - self.storage.match(path).end // self._page_size
 
     def prefilling(self, node: RadixNode) -> Request | None:
         """A running request that prefills `node` for others to wait for; looks at all of them."""
         for request, holding in self._holdings.items():
             above = holding.claimed_path
             while above is not None and above is not node:
-                above = above.parent
+                above = None if above is holding.claimed_below else above.parent
             if above is node:
                 return request
         return None
@@ -110,15 +124,18 @@ class RequestPages:
                 admitted.
             num_reserved: available pages that are reserved.
         """
-        match = self._storage.match(path)
-        self._storage.lock(match)
+        match = self.storage.match(path)
+        self.storage.lock(match)
         if not self._fits_beside(match, request, num_reserved):
-            self._storage.unlock(match)
+            self._unlock(match)
             return False
-        self._demand.claim(path)
-        self.state_slots.give(request)
-        self._holdings[request] = _Holding(match, match.end // self._page_size, path)
-        request.pages = self._storage.pages_of(match)
+        self._demand.claim(path, match)
+        if self.snapshots is None:
+            self.state_slots.give(request)
+        else:
+            self.snapshots.open(request, path, match)
+        self._holdings[request] = _Holding(match, match.end // self._page_size, path, match)
+        request.pages = self.storage.pages_of(match)
         request.num_scheduled = request.num_computed = max(match.end, request.leased_tokens)
         return True
 
@@ -143,9 +160,21 @@ class RequestPages:
             return True
         if count > self.num_available:
             return False
-        self._pool.free(self._storage.evict(count - self._pool.num_free))
+        self._pool.free(self.storage.evict(count - self._pool.num_free))
         request.pages += self._pool.allocate(count)
         return True
+
+    def states_of_chunk(
+        self, request: Request, start: int, end: int
+    ) -> tuple[int | None, tuple[StateSnapshot, ...]]:
+        """`Chunk.state_source` and `Chunk.snapshots` of the next chunk of a prefill, from `start`
+        to `end`."""
+        if self.snapshots is None:
+            return None, ()
+        holding = self._holdings[request]
+        return self.snapshots.of_chunk(
+            request, holding.claimed_path, holding.claimed_below, start, end
+        )
 
     def commit(self, request: Request) -> None:
         """Makes the full pages matchable whose tokens every stage has computed.
@@ -156,16 +185,29 @@ class RequestPages:
         if request.lease is not None:
             return
         holding = self._holdings[request]
-        num_full = request.num_computed // self._page_size
+        num_computed = request.num_computed
+        if self.snapshots is not None:
+            num_computed = self.snapshots.come_back(request)
+        num_full = num_computed // self._page_size
         tokens = request.tokens(0, num_full * self._page_size)
         namespace = request.cache_namespace
-        if not self._storage.accepts(holding.locked, tokens, namespace):
-            return
+        if self.storage.accepts(holding.locked, tokens, namespace):
+            self._cache_pages(request, holding, tokens)
+        if self.snapshots is not None and holding.claimed_path is not None:
+            self.snapshots.attach(request, holding.claimed_path)
+            holding.claimed_below = self.snapshots.advance(
+                holding.claimed_path, holding.claimed_below, request.num_computed
+            )
+
+    def _cache_pages(self, request: Request, holding: _Holding, tokens: list[int]) -> None:
+        """Caches the pages of the prefix `tokens`, none of which the cache declines."""
+        num_full = len(tokens) // self._page_size
+        namespace = request.cache_namespace
         pages = request.pages[holding.num_cached : num_full]
-        insertion = self._storage.insert(holding.locked, tokens, pages, namespace)
+        insertion = self.storage.insert(holding.locked, tokens, pages, namespace)
         assert not insertion.declined
-        self._storage.lock(insertion.node)
-        self._storage.unlock(holding.locked)
+        self.storage.lock(insertion.node)
+        self._unlock(holding.locked)
         holding.locked = insertion.node
         holding.num_cached = num_full
 
@@ -174,7 +216,7 @@ class RequestPages:
         on."""
         holding = self._holdings[request]
         if holding.claimed_path is not None:
-            self._demand.unclaim(holding.claimed_path)
+            self._demand.unclaim(holding.claimed_path, holding.claimed_below)
             holding.claimed_path = None
 
     def release(self, request: Request) -> RadixNode:
@@ -183,26 +225,42 @@ class RequestPages:
         assert request.steps_in_flight == 0
         self.end_prefill(request)
         holding = self._holdings.pop(request)
-        num_full = request.num_computed // self._page_size if request.lease is None else 0
-        insertion = self._storage.insert(
+        num_full = self._cacheable_pages(request, holding)
+        insertion = self.storage.insert(
             holding.locked,
             request.tokens(0, num_full * self._page_size),
             request.pages[holding.num_cached : num_full],
             request.cache_namespace,
         )
-        self._storage.unlock(holding.locked)
+        if self.snapshots is not None:
+            self.snapshots.attach(request, insertion.node)
+            self.snapshots.close(request)
+        else:
+            self.state_slots.take_back(request)
+        self._unlock(holding.locked)
         self._pool.free(insertion.declined)
         self._pool.free(request.pages[num_full:])
         request.pages = []
-        self.state_slots.take_back(request)
         self._released.append(request)
         return insertion.node
+
+    def _cacheable_pages(self, request: Request, holding: _Holding) -> int:
+        """Pages of a request without steps in flight that are of use to others, from the first on,
+        those included that are cached already."""
+        if request.lease is not None:
+            return 0
+        if self.snapshots is None:
+            return request.num_computed // self._page_size
+        return max(holding.num_cached, self.snapshots.come_back(request) // self._page_size)
+
+    def _unlock(self, node: RadixNode) -> None:
+        self._pool.free(self.storage.unlock(node))
 
     # Pages out of use, or that a load fills
 
     def take_out(self, num_pages: int) -> list[int]:
         """Takes `num_pages` available pages out of use."""
-        self._pool.free(self._storage.evict(num_pages - self._pool.num_free))
+        self._pool.free(self.storage.evict(num_pages - self._pool.num_free))
         self._num_lent += num_pages
         return self._pool.allocate(num_pages)
 
@@ -214,12 +272,12 @@ class RequestPages:
     def lend(self, match: RadixNode, num_pages: int) -> list[int]:
         """Takes `num_pages` available pages out of use, to be filled behind the cached `match`,
         which stays cached meanwhile."""
-        self._storage.lock(match)
+        self.storage.lock(match)
         return self.take_out(num_pages)
 
     def take_back(self, match: RadixNode, pages: list[int]) -> None:
         """Takes back pages that `lend` gave out for `match`; what they hold is of no use."""
-        self._storage.unlock(match)
+        self._unlock(match)
         self.put_back(pages)
 
     def cache_loaded(
@@ -232,8 +290,8 @@ class RequestPages:
     ) -> RadixNode:
         """Takes back all pages that `lend` gave out for `match`: `good` hold what follows it of
         `tokens` and become matchable, the `rest` is of no use. Returns the end of the prefix."""
-        insertion = self._storage.insert(match, tokens, good, namespace)
-        self._storage.unlock(match)
+        insertion = self.storage.insert(match, tokens, good, namespace)
+        self._unlock(match)
         self._pool.free((*insertion.declined, *rest))
         self._num_lent -= len(good) + len(rest)
         return insertion.node
@@ -250,7 +308,7 @@ class RequestPages:
 
     def clear_cache(self) -> None:
         """Frees every cached page that is not locked."""
-        self._pool.free(self._storage.evict(self._storage.evictable_pages))
+        self._pool.free(self.storage.evict(self.storage.evictable_pages))
 
     def resize(self, num_pages: int) -> None:
         """Changes the pool's size to `num_pages` pages; none is held or cached."""
@@ -259,18 +317,21 @@ class RequestPages:
 
     def drop_cached(self, lost: Container[int]) -> None:
         """Frees every cached prefix from its first page in `lost` on; no request holds any."""
-        self._pool.free(self._storage.drop(lost))
+        self._pool.free(self.storage.drop(lost))
 
     def check_conservation(self) -> None:
         """Asserts that every page is free, cached, or held by exactly one request, as every state
         slot is, and that no page can be matched before every stage has computed it."""
-        self.state_slots.check_owners(self._holdings)
+        if self.snapshots is None:
+            self.state_slots.check_owners(self._holdings)
+        else:
+            self.snapshots.check(self._holdings)
         held: list[int] = []
         for request, holding in self._holdings.items():
             held += request.pages[holding.num_cached :]
             assert holding.num_cached <= request.num_computed // self._page_size
         assert len(held) == len(set(held)), "two requests hold the same page"
-        counts = (self._pool.num_free, len(held), self._storage.cached_pages, self._num_lent)
+        counts = (self._pool.num_free, len(held), self.storage.cached_pages, self._num_lent)
         assert sum(counts) == self._pool.num_pages, (
             f"free, held, cached, lent = {counts} of {self._pool.num_pages} pages"
         )

@@ -32,7 +32,10 @@ from sgl_pipeline.scheduling.recovery_log import RecoveryLog
 from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
+from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
+from sgl_pipeline.scheduling.snapshot_storage import SnapshotStorage
 from sgl_pipeline.scheduling.state_slots import StateSlots
+from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
 from sgl_pipeline.scheduling.step_results import StepResults
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
@@ -83,10 +86,8 @@ def build_parts(
     limits = RequestLimits(context_length, num_pages * args.page_size)
     in_flight = StepsInFlight(num_stages + args.extra_steps_in_flight)
     tree = RadixTree(args.page_size, enabled=args.radix_cache)
-    demand = RadixDemand(tree)
-    storage = RadixStorage(tree, demand)
-    state_slots = StateSlots(args.num_state_slots)
-    pages = RequestPages(PagePool(num_pages), storage, demand, state_slots)
+    demand, pages = _demand_and_pages(args, tree, PagePool(num_pages))
+    storage = pages.storage
     own_order = order_maker(args, tree, demand)
     shares = FairShares.of(args, own_order)
     order = own_order() if shares is None else shares.order
@@ -127,5 +128,19 @@ def build_parts(
         offloaded=offloaded,
         shares=shares,
         drafts=drafts,
-        state_slots=state_slots,
+        state_slots=pages.state_slots,
     )
+
+
+def _demand_and_pages(
+    args: SchedulingArgs, tree: RadixTree, pool: PagePool
+) -> tuple[RadixDemand, RequestPages]:
+    """The demand and the pages of a cache with snapshots, where the model has states."""
+    slots = StateSlots(args.num_state_slots)
+    if not args.num_state_slots or not args.radix_cache:
+        demand = RadixDemand(tree)
+        return demand, RequestPages(pool, RadixStorage(tree, demand), demand, slots)
+    snapshot_demand = SnapshotDemand(tree)
+    storage = SnapshotStorage(tree, snapshot_demand, slots)
+    snapshots = StateSnapshots(slots, storage, snapshot_demand, pool.free)
+    return snapshot_demand, RequestPages(pool, storage, snapshot_demand, slots, snapshots)

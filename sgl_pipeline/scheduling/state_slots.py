@@ -1,20 +1,35 @@
-"""The state slots of requests, in models with layers that keep a state in place of keys and values.
+"""The state slots of a model with layers that keep a state in place of keys and values.
 
-A slot is a request's place in the pools of states, one number for all layers and stages, as a page
-id is. A request owns one from its admission until its pages come back. What a slot holds of the
-request before is of no use: the chunk at position 0 begins with zeros.
+A slot is a place in the pools of states, one number for all layers and stages, as a page id is. A
+request owns one from its admission until its pages come back, which holds its current state. Others
+hold snapshots (`state_snapshots.py`), which give way where a request wants a slot. What a slot held
+before is of no use: the chunk at position 0 begins with zeros.
 """
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from sgl_pipeline.requests import Request
 
 
+class SlotSource(Protocol):
+    """Whoever has slots to give up where a request wants one."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Slots that `evict` would free, one after the other."""
+
+    def evict(self) -> None:
+        """Frees one slot; there is one to be freed."""
+
+
 class StateSlots:
-    """Slots 0 to `num_slots - 1`; 0 slots: the model has no states, and requests need none."""
+    """Slots 0 to `num_slots - 1`; 0 slots: the model has no states, and requests need none.
+    `source` gives up slots where none is free."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.source: SlotSource | None = None
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -22,27 +37,43 @@ class StateSlots:
         return len(self._free)
 
     @property
+    def num_evictable(self) -> int:
+        """Slots of snapshots that would give way."""
+        return 0 if self.source is None else self.source.num_evictable
+
+    @property
     def are_taken(self) -> bool:
-        """True if requests need slots, and none is free."""
-        return self.num_slots > 0 and not self._free
+        """True if requests need slots, and none is free or would give way."""
+        return self.num_slots > 0 and not self._free and not self.num_evictable
 
     def give(self, request: Request) -> None:
         """Gives an admitted request its slot; the caller makes sure that not all are taken."""
         if self.num_slots > 0:
             assert request.state_slot is None, f"{request.request_id} has a state slot"
+            if not self._free:
+                assert self.source is not None, "all state slots are taken"
+                self.source.evict()
             request.state_slot = self._free.pop()
 
     def take_back(self, request: Request) -> None:
         """Takes back the slot of a request without steps in flight, if it has one."""
         if request.state_slot is not None:
-            assert request.state_slot not in self._free, "a state slot was freed twice"
-            self._free.append(request.state_slot)
+            self.put_back(request.state_slot)
             request.state_slot = None
 
-    def check_owners(self, holders: Iterable[Request]) -> None:
-        """Asserts that each slot is free or owned by exactly one of `holders`, the requests that
-        hold pages, and that each of them owns one."""
+    def take_free(self) -> int | None:
+        """A free slot for a snapshot; None if there is none."""
+        return self._free.pop() if self._free else None
+
+    def put_back(self, slot: int) -> None:
+        """Takes back a slot that no step will read any more."""
+        assert slot not in self._free, "a state slot was freed twice"
+        self._free.append(slot)
+
+    def check_owners(self, holders: Iterable[Request], snapshots: Iterable[int] = ()) -> None:
+        """Asserts that each slot is free, one of `snapshots`, or owned by exactly one of `holders`,
+        the requests that hold pages, and that each of them owns one."""
         if self.num_slots > 0:
-            slots = [*self._free, *(one.state_slot for one in holders)]
+            slots = [*self._free, *snapshots, *(one.state_slot for one in holders)]
             assert len(slots) == self.num_slots, f"{len(slots)} of {self.num_slots} state slots"
             assert set(slots) == set(range(self.num_slots)), f"state slots: {slots}"

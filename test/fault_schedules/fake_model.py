@@ -14,7 +14,7 @@ from itertools import count
 from operator import mul
 from typing import Protocol
 
-from fault_schedules.fake_states import FakeStates
+from fault_schedules.fake_states import FakeStates, check_slots, runs_of
 
 from sgl_pipeline.pp_runner.output.drafted_rows import rows_apart
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request
@@ -136,19 +136,26 @@ class FakeStage:
         self, layer: int, chunks: Sequence[MirroredChunk], rows: Sequence[int]
     ) -> list[int]:
         outgoing: list[int] = []
+        check_slots(chunks)
         for chunk in chunks:
             incoming = rows[len(outgoing) : len(outgoing) + chunk.length]
             if chunk.request.lease is None:
-                seen = self._states.before(layer, chunk)
-                outcome, seen = self._extend(
-                    layer, chunk.request.pages, chunk.start, incoming, seen
-                )
-                self._states.keep(layer, chunk, seen)
-                outgoing += outcome
+                outgoing += self._run_chunk(layer, chunk, incoming)
             else:
                 self._fill_scratch_page(layer, chunk)
                 assert self.elsewhere is not None
                 outgoing += self.elsewhere.run(layer, chunk, incoming)
+        return outgoing
+
+    def _run_chunk(self, layer: int, chunk: MirroredChunk, rows: Sequence[int]) -> list[int]:
+        seen = self._states.before(layer, chunk)
+        outgoing: list[int] = []
+        for end, slot in runs_of(chunk):
+            start = chunk.start + len(outgoing)
+            run = rows[len(outgoing) : end - chunk.start]
+            outcome, seen = self._extend(layer, chunk.request.pages, start, run, seen)
+            self._states.keep(layer, slot, seen)
+            outgoing += outcome
         return outgoing
 
     def extend(self, layer: int, own: Sequence[int], start: int, rows: Sequence[int]) -> list[int]:

@@ -4,6 +4,8 @@ They change in place as real ones do, so that a step that runs twice, or in anot
 what is drawn.
 """
 
+from collections.abc import Sequence
+
 from sgl_pipeline.wire.step_order import MirroredChunk
 
 
@@ -19,13 +21,33 @@ class FakeStates:
         """The state before `chunk`; None where the model has none. Raises KeyError for one that
         was never begun."""
         slot = chunk.request.state_slot
+        if chunk.state_source is not None:
+            slot = chunk.state_source
         if not self._num_slots:
             assert slot is None, "a slot in a model without states"
             return None
         assert slot is not None and 0 <= slot < self._num_slots, f"state slot {slot}"
         return self._seen[layer, slot] if chunk.start else 0
 
-    def keep(self, layer: int, chunk: MirroredChunk, seen: int) -> None:
-        """The state after `chunk`."""
-        if chunk.request.state_slot is not None:
-            self._seen[layer, chunk.request.state_slot] = seen
+    def keep(self, layer: int, slot: int | None, seen: int) -> None:
+        """The state for `slot`, if the model has states."""
+        if slot is not None:
+            self._seen[layer, slot] = seen
+
+
+def runs_of(chunk: MirroredChunk) -> list[tuple[int, int | None]]:
+    """The position at which each run of `chunk` ends, and the slot for the state there."""
+    end = chunk.start + chunk.length
+    return [
+        *((one.num_tokens, one.slot) for one in chunk.snapshots),
+        (end, chunk.request.state_slot),
+    ]
+
+
+def check_slots(chunks: Sequence[MirroredChunk]) -> None:
+    """Asserts that chunks could run in any order: no slot is written twice, and none is written
+    with which another chunk begins."""
+    written = [slot for chunk in chunks for _, slot in runs_of(chunk) if slot is not None]
+    assert len(written) == len({*written}), f"a step writes to the slots {written}"
+    sources = {one.state_source for one in chunks if one.state_source is not None}
+    assert not sources & {*written}, f"a step reads {sources} and writes {written}"

@@ -14,6 +14,7 @@ from sgl_pipeline.args import (
     StageArgs,
     ThrottleArgs,
 )
+from sgl_pipeline.args.scheduling_args import CACHE_AWARE_POLICIES
 from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
 from sgl_pipeline.scheduling.tier_rules import TierRules
 
@@ -77,8 +78,13 @@ def _with_states(args: PipelineArgs, num_state_slots: int) -> PipelineArgs:
     """`args` of a model with states; as they are for 0 slots, and where layers move."""
     if num_state_slots == 0 or args.migration.mode != "off":
         return args
+    order = args.scheduling.schedule_policy
     scheduling = replace(
-        args.scheduling, num_state_slots=num_state_slots, radix_cache=False, draft_tokens=0
+        args.scheduling,
+        num_state_slots=num_state_slots,
+        draft_tokens=0,
+        # Rankings know pages, and no snapshots.
+        schedule_policy="fcfs" if order in CACHE_AWARE_POLICIES else order,
     )
     return replace(args, scheduling=scheduling)
 

@@ -148,7 +148,8 @@ class VirtualServer:
             self.tier.check_end()
         load = scheduler.load()
         assert (load.free_pages, load.waiting_tokens) == (load.total_pages, 0)
-        assert scheduler.state_slots.num_free == self.args.scheduling.num_state_slots
+        slots = scheduler.state_slots
+        assert slots.num_free + slots.num_evictable == slots.num_slots
         assert len(self.roster.spare_workers) >= self.args.recovery.spare_workers
         num_stages = self.args.stages.num_stages
         assert self.core.plan.num_stages == num_stages, "a stage never came back"

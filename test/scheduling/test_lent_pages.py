@@ -137,7 +137,7 @@ def test_a_room_is_lent_once_and_half_of_the_pool_at_most() -> None:
 def test_pages_that_running_requests_may_need_are_not_lent() -> None:
     server = holding(num_pages=20, rooms=1)
     scheduler = server.core.scheduler
-    scheduler._pages.lend(scheduler._pages._storage._tree.root, free_pages(server) - 3)
+    scheduler._pages.lend(scheduler._pages.storage._tree.root, free_pages(server) - 3)
     assert server.tier.lent.lend(1, HELD, (HELD + 4) * PAGE_SIZE) == (
         "4 free pages are needed, it has 3"
     )

@@ -163,9 +163,9 @@ def test_states_have_no_boundary_log() -> None:
 
 @pytest.mark.parametrize(
     ("options", "flag"),
-    [({"radix_cache": True}, "--disable-radix-cache"), ({"draft_tokens": 3}, "NGRAM")],
+    [({"radix_cache": True, "schedule_policy": "lpm"}, "lpm"), ({"draft_tokens": 3}, "NGRAM")],
 )
-def test_a_state_cannot_be_shared_or_taken_back(options: dict[str, int], flag: str) -> None:
+def test_a_state_cannot_be_shared_or_taken_back(options: dict[str, object], flag: str) -> None:
     with pytest.raises(ConfigurationError, match=flag):
         SchedulingArgs(**{"radix_cache": False, "num_state_slots": 1} | options)  # type: ignore[arg-type]
 

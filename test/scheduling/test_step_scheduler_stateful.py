@@ -98,13 +98,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         args = SchedulingArgs(
             page_size=page_size,
-            schedule_policy=schedule_policy,
+            # Rankings know pages, and no snapshots.
+            schedule_policy="fcfs" if num_state_slots and radix_cache else schedule_policy,
             max_overtakes=max_overtakes,
             max_running_requests=max_running,
             num_state_slots=num_state_slots,
             max_queued_requests=max_queued,
             max_decodes_per_step=max_decodes,
-            radix_cache=radix_cache and not num_state_slots,
+            radix_cache=radix_cache,
             accounting=accounting,
             duplicate_prefills=duplicate_prefills,
             extra_steps_in_flight=extra,
@@ -250,7 +251,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         load = self.scheduler.load()
         assert load.free_pages == load.total_pages
         assert load.waiting_tokens == 0
-        assert self.scheduler.state_slots.num_free == self.scheduler.args.num_state_slots
+        slots = self.scheduler.state_slots
+        assert slots.num_free + slots.num_evictable == slots.num_slots
         most = self.scheduler.args.max_decodes_per_step
         if most is not None:
             assert all(one.num_decodes <= most for one in self.pipeline.microbatches)

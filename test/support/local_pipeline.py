@@ -111,6 +111,7 @@ class LocalPipeline:
             kv_cache_dtype=kv_cache_dtype,
             log_pages=log_pages,
             spec=spec,
+            num_state_slots=scheduling.num_state_slots,
         )
         links = make_links(plan.num_stages)
         self.runners = [self._open_stage(plan, stage, link) for stage, link in enumerate(links)]
