@@ -180,6 +180,12 @@ def written_pages(chunks: Sequence[MirroredChunk], page_size: int) -> list[int]:
     return pages
 
 
+def written_slots(chunks: Sequence[MirroredChunk]) -> list[int]:
+    """The state slots that the chunks write to; none in a model without states."""
+    slots = (chunk.request.state_slot for chunk in chunks)
+    return [slot for slot in slots if slot is not None]
+
+
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """`values` on the stage's device, without waiting for the copy."""
     tensor = torch.from_numpy(values)
