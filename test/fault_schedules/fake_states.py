@@ -14,7 +14,7 @@ class FakeStates:
     have been run there; 0: the model has no states."""
 
     def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._seen: dict[tuple[int, int], int] = {}
 
     def read(self, layer: int, slots: Sequence[int]) -> dict[int, int]:
@@ -34,10 +34,10 @@ class FakeStates:
         """The state before `chunk`; None where the model has none. Raises KeyError for one that
         was never begun."""
         slot = chunk.request.state_slot
-        if not self._num_slots:
+        if not self.num_slots:
             assert slot is None, "a slot in a model without states"
             return None
-        assert slot is not None and 0 <= slot < self._num_slots, f"state slot {slot}"
+        assert slot is not None and 0 <= slot < self.num_slots, f"state slot {slot}"
         return self._seen[layer, slot] if chunk.start else 0
 
     def keep(self, layer: int, chunk: MirroredChunk, seen: int) -> None:

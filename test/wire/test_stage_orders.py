@@ -45,7 +45,7 @@ CHUNK = ChunkOrder(3, 0, 2, True, b"tokens__", b"page", b"mask")
 EXAMPLES: tuple[StageOrder, ...] = (
     StepOrder(8, 1, (2,), (OPEN,), (CHUNK,), (ReplayPlan(3, 4, 5, (0, 1)),)),
     MirrorSnapshot((OPEN,), (CHUNK,), LogContents(b"pages", b"slots")),
-    PrepareMove(2, StagePlan(3, (4, 5)), b"pages___"),
+    PrepareMove(2, StagePlan(3, (4, 5)), b"pages___", b"slot"),
     SwitchPlan(2, StagePlan(3, (4, 5))),
     AbandonMove(2),
     UseStore(
