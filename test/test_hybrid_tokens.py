@@ -126,6 +126,8 @@ def test_states_go_to_and_fro_with_their_layers(
             moves.append(pipeline.core.migration.move_to(plans[place % len(plans)], 0.0))
         if not pipeline.schedule() or pipeline.core.scheduler.num_running > 2:
             pipeline.complete()
+    for mover in pipeline.movers:
+        mover.close()
     done = [move for move in moves if move.outcome is MoveOutcome.DONE]
     assert len(done) >= 3 and sum(move.patched_bytes for move in done) > 0
     for request in requests:

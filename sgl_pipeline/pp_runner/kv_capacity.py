@@ -1,4 +1,4 @@
-"""The numbers of KV pages and state slots that a stage has room for, once its weights are loaded."""
+"""The numbers of KV pages and state slots that a stage has room for beside its weights."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -3,9 +3,9 @@
 A move has three places in the stream of orders. `PrepareMove`: from here on the stages load the
 weights and copy the keys and values, or states, of the layers that will change hands, while the old
 plan's steps go on. `SwitchPlan`: the steps behind it run under the new plan; what was written since
-it was copied follows. `AbandonMove`, in place of the switch: the old plan stands. Each stage answers
-the first with `MoveReady` or `MoveFailed`, the second with `MoveDone`, whether or not it has a part
-in the move.
+it was copied follows. `AbandonMove`, in place of the switch: the old plan stands. Each stage
+answers the first with `MoveReady` or `MoveFailed`, the second with `MoveDone`, whether or not it
+has a part in the move.
 """
 
 from typing import Annotated, NamedTuple

@@ -1,8 +1,8 @@
 """The layers that go to one other stage: they are copied while steps go on writing them.
 
 Pages in rounds, as virtual machines are moved (pre-copy): the first sends all pages that hold
-anything, each later one the pages written since, until these are few. The rest is sent when the plan
-has switched. States once, after the pages of the first round, and only those that no step has
+anything, each later one the pages written since, until these are few. The rest is sent when the
+plan has switched. States once, after the pages of the first round, and only those that no step has
 written meanwhile: a request that runs writes its state in every step, so no round would leave fewer
 of them. The others are sent when the plan has switched.
 
@@ -80,11 +80,11 @@ class OutgoingLayers(Generic[R]):
         """Sends parcels that were read, and begins to read one, if there is one to send and the
         target keeps up. False: there is nothing to do now."""
         did_send = self._send_read()
-        if not self._queue and len(self._written) > SMALL_PATCH_PAGES:
-            if self._rounds < MAX_ROUNDS:
-                self._rounds += 1
-                self._queue = self._parcels(self._with_pages, sorted(self._written))
-                self._written.clear()
+        has_more = len(self._written) > SMALL_PATCH_PAGES and self._rounds < MAX_ROUNDS
+        if not self._queue and has_more:
+            self._rounds += 1
+            self._queue = self._parcels(self._with_pages, sorted(self._written))
+            self._written.clear()
         is_busy = len(self._reading) >= MAX_READING
         if is_busy or not (self._queue or self._state_queue) or not self._sender.can_send():
             return did_send

@@ -1,4 +1,4 @@
-"""All pages and states of a stage, on their way from the worker that leaves it to the one that takes it over.
+"""All pages and states of a stage, on their way from the worker that leaves it to its successor.
 
 It does with all layers of a stage what a layer move does with some. The plan stays, and the leaver
 gives nothing up: it can serve on as if nothing had been sent.

@@ -1,8 +1,8 @@
 """Pages and states of a layer as rows of bytes, for the transport between two stages.
 
 A row is one place of a layer, a page or the state in a slot: the layer and the place's number
-(int64 each), its keys and values, or its two parts of a state, and zeros up to whole cells. All rows
-of a parcel belong to one layer. Links carry cells, because rows of layers differ: a state is often
+(int64 each), its keys and values, or its two parts of a state, and zeros up to whole cells. All
+rows of a parcel belong to one layer. Links carry cells, because rows of layers differ: a state is often
 thirty times a page. On a GPU rows are gathered and put in place by kernels in the order of the
 steps, and cross beside them: nothing waits for a step, and no page is read while it is written.
 Untested on hardware.
@@ -83,6 +83,6 @@ class PageRows:
 
     def _memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Bytes of all places of `layer`, one in a row, in two parts."""
-        if self._state_pool is not None and self._state_pool.shape(layer) is not None:
+        if self._state_pool is not None and self.has_states(layer):
             return self._state_pool.rows(layer)
         return self._kv_pool.rows(layer)

@@ -109,7 +109,7 @@ def test_what_is_still_being_read_at_the_switch_comes_before_the_patch(
     site, sent, outgoing = parts
     outgoing.work()
     first = site.reading[0].pages
-    outgoing.wrote(first)
+    outgoing.wrote(first, ())
     outgoing.finish()
     rows = [parcel.rows for parcel in sent.parcels]
     assert rows[0] == first and rows[-1] is None and sent.parcels[-1].is_last
