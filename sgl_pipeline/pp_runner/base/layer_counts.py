@@ -1,4 +1,4 @@
-"""How many layers of each kind a stage may hold at once, where layers move."""
+"""The most layers of each kind that a stage may hold at once, where layers move."""
 
 from collections.abc import Sequence
 from itertools import accumulate
