@@ -74,9 +74,7 @@ class PipelineArgs:
     def __post_init__(self) -> None:
         check_flags(self)
         if self.scheduling.num_state_slots:
-            refuse_with_states(
-                self.stages.device, self.migration, self.recovery, self.tiers, self.disaggregation
-            )
+            refuse_with_states(self.stages.device, self.recovery, self.tiers, self.disaggregation)
         require(
             self.stages.device == "cpu" or not self.recovery.log_mib,
             f"--recovery-log-mib {self.recovery.log_mib} needs --device cpu, this is "

@@ -2,16 +2,12 @@
 
 from sgl_pipeline.args.checks import require
 from sgl_pipeline.args.disaggregation_args import DisaggregationArgs
-from sgl_pipeline.args.migration_args import MigrationArgs
 from sgl_pipeline.args.recovery_args import RecoveryArgs
 from sgl_pipeline.args.tier_args import TierArgs
-
-STATES_STAY = "states do not go from stage to stage with their layers"
 
 
 def refuse_with_states(
     device: str,
-    migration: MigrationArgs,
     recovery: RecoveryArgs,
     tiers: TierArgs,
     disaggregation: DisaggregationArgs,
@@ -23,10 +19,6 @@ def refuse_with_states(
         "states: their kernels are for CPUs only; use --device cpu",
     )
     refusals = {
-        f"--migration {migration.mode}": (
-            migration.mode != "off",
-            STATES_STAY,
-        ),
         f"--recovery-log-mib {recovery.log_mib}": (
             bool(recovery.log_mib),
             "a stage that is replaced has no states to go on from, and all stages compute again",

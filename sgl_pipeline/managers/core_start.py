@@ -4,7 +4,6 @@ import dataclasses
 import logging
 
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
-from sgl_pipeline.args.state_refusals import STATES_STAY
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
@@ -49,10 +48,7 @@ def build_core(
         learns=args.stages.device == "cpu",
         layer_windows=[attention.window for attention in spec.attentions],
     )
-    if spec.has_states:
-        migration = MigrationControl.off(capacity.plan, STATES_STAY)
-    else:
-        migration = _migration(args.migration, capacity.plan, forecast)
+    migration = _migration(args.migration, capacity.plan, forecast)
     throttle = ThrottleControl(
         steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
     )

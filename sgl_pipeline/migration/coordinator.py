@@ -150,7 +150,10 @@ class MoveCoordinator:
         self._end(MoveOutcome.DONE if is_switching else MoveOutcome.ABANDONED, now_s)
 
     def next_order(
-        self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
+        self,
+        now_s: float,
+        pages_in_use: Callable[[], Sequence[int]],
+        slots_in_use: Sequence[int] = (),
     ) -> PrepareMove | SwitchPlan | AbandonMove | None:
         """The order to seal now, before any further step. Ask again until it is None. With a
         SwitchPlan `plan` has changed: the next step is the first of its epoch."""
@@ -160,7 +163,8 @@ class MoveCoordinator:
         new = StagePlan(record.epoch, record.after)
         if not self._is_announced:
             self._is_announced = True
-            return PrepareMove(record.move, new, array(INT32, pages_in_use()).tobytes())
+            pages, slots = array(INT32, pages_in_use()), array(INT32, slots_in_use)
+            return PrepareMove(record.move, new, pages.tobytes(), slots.tobytes())
         if self._give_up is None and now_s - record.began_s > self._timeout_s:
             missing = sorted(set(range(self.plan.num_stages)) - self._answered)
             self._give_up = (

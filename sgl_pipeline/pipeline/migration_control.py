@@ -44,7 +44,6 @@ class MigrationControl:
         self.coordinator = coordinator
         self.planner = planner
         self.is_held = False
-        self._why_off = WHY_OFF
         self.events: list[Event] = []
         self._proposed: tuple[int, ...] | None = None  # for the plan in use
 
@@ -57,11 +56,9 @@ class MigrationControl:
         return cls(args.mode, coordinator, planner)
 
     @classmethod
-    def off(cls, plan: StagePlan, why: str = WHY_OFF) -> "MigrationControl":
-        """The control of a pipeline whose layers never move; `why` ends the refusal of a move."""
-        control = cls.of(MigrationArgs(mode="off"), plan)
-        control._why_off = why
-        return control
+    def off(cls, plan: StagePlan) -> "MigrationControl":
+        """The control of a pipeline whose layers never move."""
+        return cls.of(MigrationArgs(mode="off"), plan)
 
     @property
     def history(self) -> tuple[MoveRecord, ...]:
@@ -152,11 +149,14 @@ class MigrationControl:
             self.planner.start_over(plan, max_layers)
 
     def next_order(
-        self, now_s: float, pages_in_use: Callable[[], Sequence[int]]
+        self,
+        now_s: float,
+        pages_in_use: Callable[[], Sequence[int]],
+        slots_in_use: Sequence[int] = (),
     ) -> MoveOrder | None:
         """The order that must be sealed now, if there is one; to be asked until it is None."""
         current = self.coordinator.current
-        order = self.coordinator.next_order(now_s, pages_in_use)
+        order = self.coordinator.next_order(now_s, pages_in_use, slots_in_use)
         self._note_end(current)
         return order
 
@@ -197,7 +197,7 @@ class MigrationControl:
 
     def _require_on(self) -> None:
         if self.mode == "off":
-            raise MoveRefused(f"layers do not move on this server; {self._why_off}")
+            raise MoveRefused(f"layers do not move on this server; {WHY_OFF}")
 
     def _require_free(self) -> None:
         if self.is_held:

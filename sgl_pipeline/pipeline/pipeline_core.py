@@ -149,7 +149,11 @@ class PipelineCore:
         return unfit
 
     def start_over(
-        self, incarnation: int, num_pages: int | None = None, log_pages: int = 0
+        self,
+        incarnation: int,
+        num_pages: int | None = None,
+        log_pages: int = 0,
+        num_state_slots: int = 0,
     ) -> SealedOrder:
         """Begins the new stream when all stages are back: returns its first order, for all of them.
 
@@ -158,9 +162,10 @@ class PipelineCore:
         Args:
             num_pages: the stages' number of pages now; None: as before, also in the logs.
             log_pages: number of pages that each log has room for.
+            num_state_slots: the stages' number of state slots now, with `num_pages`.
         """
         if num_pages is not None:
-            self._unfit += self.scheduler.use_pages(num_pages, log_pages)
+            self._unfit += self.scheduler.use_pages(num_pages, log_pages, num_state_slots)
         self._encoder.forget()
         self.scheduler.tier.stages_begin_anew()
         self._is_halted = False
@@ -188,7 +193,8 @@ class PipelineCore:
             # A stage cannot hand over pages that it still owes.
             self.scheduler.lost_pages.forget_owed(now_s)
         pages_in_use = self.scheduler.pages_in_use
-        while (order := self.migration.next_order(now_s, pages_in_use)) is not None:
+        slots_in_use = self.scheduler.state_slots.in_use
+        while (order := self.migration.next_order(now_s, pages_in_use, slots_in_use)) is not None:
             if isinstance(order, SwitchPlan):
                 if (log := self.scheduler.lost_pages.log) is not None:
                     log.move(self.plan, order.plan, pages_in_use())

@@ -261,7 +261,9 @@ class StageRecovery:
         record.stream_s = now_s
         self.history.append(record)
         roster, record.incarnation = self._roster, self._roster.incarnation
-        return self._core.start_over(record.incarnation, roster.num_pages, roster.log_pages or 0)
+        return self._core.start_over(
+            record.incarnation, roster.num_pages, roster.log_pages or 0, roster.num_state_slots
+        )
 
     @property
     def unsettled(self) -> RecoveryRecord | None:

@@ -155,11 +155,8 @@ class StageHandovers:
             self._open = Handover(number, stage, worker, successor)
             address = f"{self._roster.page_link(stage)}/handover-{number}"
             yield successor, TakePagesOver(number, address)
-            yield worker, HandPagesOver(number, address, array(INT32, self._pages()).tobytes())
+            scheduler = self._core.scheduler
+            pages = array(INT32, scheduler.pages_in_use())
+            slots = array(INT32, scheduler.state_slots.in_use)
+            yield worker, HandPagesOver(number, address, pages.tobytes(), slots.tobytes())
             return
-
-    def _pages(self) -> list[int]:
-        """The pages to copy before the steps end. Without the states, which do not go with them,
-        they are of no use: all requests begin anew (`LostPages.hand_over`)."""
-        scheduler = self._core.scheduler
-        return [] if scheduler.state_slots.num_slots else scheduler.pages_in_use()

@@ -56,6 +56,7 @@ class WorkerRoster(StageWorkers):
         self.plan = parse_layer_partition(args.stages.layer_partition, self.num_stages, num_layers)
         self.predicted_ms: tuple[float, ...] | None = None
         self.num_pages: int | None = None
+        self.num_state_slots = 0
         self.log_pages: int | None = None
         self.incarnation = self._newest_incarnation = 0
         # Of these stages, before any layer moved between them.
@@ -82,14 +83,17 @@ class WorkerRoster(StageWorkers):
         return [
             (
                 number,
-                f"it has room for {worker.loaded.num_pages} KV pages of stage {worker.stage}, the "
-                f"pipeline uses {self.num_pages}; lower --max-total-tokens",
+                f"it has room for {self._sizes(worker.loaded)} of stage {worker.stage}, the "
+                f"pipeline uses {self._sizes(self)}; lower --max-total-tokens",
             )
             for number, worker in self._loaded_workers()
-            if worker.loaded is not None
-            and self.num_pages is not None
-            and worker.loaded.num_pages < self.num_pages
+            if worker.loaded is not None and not self._has_room(worker.loaded)
         ]
+
+    def _sizes(self, pools: "StageLoaded | WorkerRoster") -> str:
+        """The sizes of both pools in words, of that of pages alone where there are no states."""
+        slots = f" and {pools.num_state_slots} state slots" if self.num_state_slots else ""
+        return f"{pools.num_pages} KV pages{slots}"
 
     @property
     def has_regrouped(self) -> bool:
@@ -358,10 +362,19 @@ class WorkerRoster(StageWorkers):
             if len(loaded) < self.num_stages:
                 return
             self.num_pages = min(one.loaded.num_pages for _, one in loaded if one.loaded)
+            self.num_state_slots = min(
+                one.loaded.num_state_slots for _, one in loaded if one.loaded
+            )
         for number, worker in loaded:
-            if worker.loaded is not None and worker.loaded.num_pages >= self.num_pages:
+            if worker.loaded is not None and self._has_room(worker.loaded):
                 worker.phase = WorkerPhase.SIZED
-                yield number, PoolSize(self.num_pages)
+                yield number, PoolSize(self.num_pages, self.num_state_slots)
+
+    def _has_room(self, loaded: StageLoaded) -> bool:
+        """True if the stage has room for the pages and slots that all use, if these are known."""
+        return self.num_pages is None or (
+            loaded.num_pages >= self.num_pages and loaded.num_state_slots >= self.num_state_slots
+        )
 
     def _check_log(self, ready: StageReady) -> None:
         """All logs have the same room: the scheduler keeps one book for them."""

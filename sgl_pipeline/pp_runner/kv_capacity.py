@@ -1,4 +1,4 @@
-"""The number of KV pages that a stage has room for, once its weights are loaded."""
+"""The numbers of KV pages and state slots that a stage has room for beside its weights."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_memory import available_memory_bytes
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.kv_pool import kv_page_bytes, largest_page_bytes
+from sgl_pipeline.pp_runner.base.layer_counts import most_layers
 from sgl_pipeline.pp_runner.cuda.gpu_memory import (
     CardMemory,
     KvRoom,
@@ -34,10 +35,11 @@ DEFAULT_CPU_KV_TOKENS = 32_768
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
     """Number of pages that a stage can hold, and the bytes of one (all layers of the stage; 0 where
-    all of them have states)."""
+    all of them have states); and number of state slots that it can hold beside them."""
 
     num_pages: int
     page_bytes: int
+    num_state_slots: int = 0
 
 
 def measure_card(device: torch.device) -> CardMemory:
@@ -74,7 +76,8 @@ def kv_page_capacity(
 
     With `max_total_tokens` they hold this many tokens, rounded down to pages; without it their
     number is fixed on a CPU, and on a GPU they fill the room of `gpu_memory.kv_room`. The states of
-    all slots take their memory first.
+    all slots take their memory first. Where fewer pages do and memory does not hold both, slots and
+    pages get the same share of what they ask for, one slot and one page at least.
 
     Args:
         layer_bytes: bytes of the weights of a layer that may come.
@@ -86,10 +89,13 @@ def kv_page_capacity(
     layers = assignment.plan.layers_of(assignment.stage)
     own_layers = len(layers)
     num_layers = assignment.max_layers or own_layers
+    most = most_layers([one is not None for one in spec.states], num_layers)
     if assignment.max_layers:
-        page_bytes = num_layers * largest_page_bytes(shapes)
+        page_bytes = most.with_pages * largest_page_bytes(shapes)
     else:
         page_bytes = kv_page_bytes(shapes, layers)
+    slot_bytes = _slot_bytes(assignment, spec, most.with_states)
+    num_slots = args.num_state_slots if spec.has_states else 0
     if device.type == "cuda":
         assert isinstance(spec, DecoderSpec), "StageArgs refuse the others on a GPU"
         weights_here = own_layers + len(assignment.spare_layers)
@@ -99,10 +105,17 @@ def kv_page_capacity(
         # All stages measure before any allocates, and all take from the same memory. Pages of a
         # layer take the same memory on any stage.
         share_bytes = available_memory_bytes() * num_layers // assignment.plan.num_layers
-        room = KvRoom(share_bytes - _state_bytes(assignment, spec), has_more=False)
+        room = KvRoom(share_bytes, has_more=False)
     tokens = args.max_total_tokens
     if tokens is None and device.type == "cpu":
         tokens = DEFAULT_CPU_KV_TOKENS
+    if slot_bytes:
+        assert tokens is not None, "StageArgs refuse states on a GPU"
+        if assignment.fewer_pages_do:
+            wanted_bytes = num_slots * slot_bytes + tokens // assignment.page_size * page_bytes
+            share = min(1.0, room.num_bytes / wanted_bytes)
+            num_slots = max(1, int(num_slots * share))
+        room = KvRoom(room.num_bytes - num_slots * slot_bytes, has_more=False)
     if page_bytes:
         pages_that_fit = room.num_bytes // page_bytes
     else:  # of layers with states alone, which fit or do not
@@ -118,20 +131,24 @@ def kv_page_capacity(
         )
     if num_pages > pages_that_fit or num_pages < 1:
         message = _no_room_message(assignment, page_bytes, num_pages, room)
-        if state_bytes := _state_bytes(assignment, spec):
+        if slot_bytes:
             message += (
-                f". Beside it {args.num_state_slots} state slots take {state_bytes / 2**20:.0f} "
+                f". Beside it {num_slots} state slots take {num_slots * slot_bytes / 2**20:.0f} "
                 "MiB; lower --max-mamba-cache-size"
             )
         raise ConfigurationError(message)
-    return KvCapacity(num_pages, page_bytes)
+    return KvCapacity(num_pages, page_bytes, num_slots)
 
 
-def _state_bytes(assignment: StageAssignment, spec: ModelSpec) -> int:
-    """Bytes of the states of all slots in the stage's layers."""
-    args, layers = assignment.args, assignment.plan.layers_of(assignment.stage)
-    shapes = [shape for layer in layers if (shape := spec.state_of(layer)) is not None]
-    return args.num_state_slots * sum(shape.bytes_per_slot(args.dtype) for shape in shapes)
+def _slot_bytes(assignment: StageAssignment, spec: ModelSpec, most_layers_with_states: int) -> int:
+    """Bytes of the states of a slot in all of the stage's layers that have some, with those that
+    may come."""
+    if spec.state is None:
+        return 0
+    layers = assignment.plan.layers_of(assignment.stage)
+    own = sum(spec.state_of(layer) is not None for layer in layers)
+    num_layers = most_layers_with_states if assignment.max_layers else own
+    return num_layers * spec.state.bytes_per_slot(assignment.args.dtype)
 
 
 def _no_room_message(

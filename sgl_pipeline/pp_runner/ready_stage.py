@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.base.step_inputs import written_pages
+from sgl_pipeline.pp_runner.base.step_inputs import written_pages, written_slots
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.pp_runner.leave_signal import LeaveSignal
 from sgl_pipeline.pp_runner.links.activation_link import NeighborGone
@@ -231,7 +231,8 @@ class ReadyStage:
         except NeighborGone:
             self._inbox.wait_for_the_end()
         if mover.is_open:
-            mover.wrote(written_pages([*step.replayed, *step.chunks], runner.page_size))
+            chunks = [*step.replayed, *step.chunks]
+            mover.wrote(written_pages(chunks, runner.page_size), written_slots(chunks))
             mover.work_for(MOVE_SHARE * (time.monotonic() - started_s))
         if self._profile.ends_with_this_step:
             pending.send_all_but(0)

@@ -13,6 +13,7 @@ import torch
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.attention.state_pool import state_pool_of
+from sgl_pipeline.pp_runner.base.layer_counts import most_layers
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs, written_pages
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.device import make_download, make_upload
@@ -44,6 +45,7 @@ class StageRunner:
         tail: for tests, replaces the last stage's own.
         log: keeps the rows that the stage sends; None: they are not kept.
         run_directory: where the keys for streams to peers are.
+        num_state_slots: of the pool of states; 0 in a model without.
 
     `stage` is its position, `attention_backend` and `graphs` name those in use, `shapes` are those
     of all layers' attention and pages, `offload` knows the peers. `held_layers` may change between
@@ -60,6 +62,7 @@ class StageRunner:
         tail: Tail | None = None,
         log: BoundaryLog | None = None,
         run_directory: str = "",
+        num_state_slots: int = 0,
     ) -> None:
         self.stage = assignment.stage
         self._is_first = assignment.stage == 0
@@ -69,6 +72,8 @@ class StageRunner:
         self.attention_backend = choose_attention_backend(args.attention_backend, shapes[0])
         attention = make_stage_attention(self.attention_backend, shapes, args.prefill_kernels)
         self.graphs = choose_graphs(args.graphs, self.attention_backend, shapes, model.has_experts)
+        states = model.spec.states
+        most = most_layers([one is not None for one in states], assignment.max_layers or 0)
         self.held_layers = HeldLayers(
             model,
             KvPool(
@@ -76,14 +81,15 @@ class StageRunner:
                 shapes,
                 num_pages,
                 has_padding_page=self.graphs.is_on,
-                max_layers=assignment.max_layers or 0,
+                max_layers=most.with_pages,
             ),
             state_pool_of(
                 model.layers,
-                model.spec.states,
-                args.num_state_slots,
+                states,
+                num_state_slots,
                 shapes[0].dtype,
                 self.device,
+                max_layers=most.with_states,
             ),
         )
         first_plan = assignment.plan

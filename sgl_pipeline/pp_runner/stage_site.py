@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_pipeline.pp_runner.attention.kv_pool import largest_page_bytes
 from sgl_pipeline.pp_runner.base.download import HostCopy
 from sgl_pipeline.pp_runner.device import make_copy, make_download
 from sgl_pipeline.pp_runner.layer_moves.layer_loading import LayerLoading
 from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, LeavingPages, Parcel
-from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows
+from sgl_pipeline.pp_runner.layer_moves.page_rows import CELL_BYTES, PageRows
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.stage_plan import StagePlan
 
@@ -64,7 +63,7 @@ class StageSite:
         self._parcel_bytes = PARCEL_BYTES if device.type == "cpu" else GPU_PARCEL_BYTES
         self._rows = PageRows(
             self._layers.kv_pool,
-            largest_page_bytes(runner.shapes),
+            self._layers.state_pool,
             make_download(device),
             make_copy(device),
         )
@@ -72,12 +71,14 @@ class StageSite:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a page on its way."""
-        return self._rows.row_bytes
+        """Bytes of a row on the links of pages and states."""
+        return CELL_BYTES
 
-    @property
-    def pages_per_parcel(self) -> int:
-        return max(1, self._parcel_bytes // self._rows.row_bytes)
+    def has_states(self, layer: int) -> bool:
+        return self._rows.has_states(layer)
+
+    def places_per_parcel(self, layer: int) -> int:
+        return max(1, self._parcel_bytes // self._rows.row_bytes(layer))
 
     def begin_loading(self, layers: Sequence[int]) -> None:
         missing = [layer for layer in layers if layer not in self._layers.spare]
@@ -109,10 +110,10 @@ class StageSite:
                 self._layers.drop(layer, keep_weights=True)
         self._make_room(0, needed=())
 
-    def read_pages(self, layer: int, pages: Sequence[int]) -> LeavingPages[torch.Tensor]:
-        return _ReadPages(self._rows.pack(layer, pages))
+    def read(self, layer: int, places: Sequence[int]) -> LeavingPages[torch.Tensor]:
+        return _ReadPages(self._rows.pack(layer, places))
 
-    def write_pages(self, rows: torch.Tensor) -> None:
+    def write(self, rows: torch.Tensor) -> None:
         self._rows.unpack(rows)
 
     def know_plan(self, plan: StagePlan) -> None:

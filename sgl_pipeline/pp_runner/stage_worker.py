@@ -105,7 +105,7 @@ class StageWorker:
         """Runs the stage of `assignment`; returns as `ReadyStage.serve`."""
         if self._leave is not None:  # first: who is told that the worker is ready may ask it to go
             self._leave.listen()
-        runner = self._become_ready(assignment, stage, pool.num_pages)
+        runner = self._become_ready(assignment, stage, pool)
         mover = self._open_mover(assignment, runner)
         site = PeerSite(self._site.run_directory, offer_door(self._worker))
         transfers = open_transfers(runner, mover, site)
@@ -170,15 +170,16 @@ class StageWorker:
                 num_pages=loaded.capacity.num_pages,
                 weight_bytes=loaded.weight_bytes,
                 page_bytes=loaded.capacity.page_bytes,
+                num_state_slots=loaded.capacity.num_state_slots,
                 load_seconds=time.perf_counter() - started,
             )
         )
         return loaded
 
     def _become_ready(
-        self, assignment: StageAssignment, loaded: LoadedStage, num_pages: int
+        self, assignment: StageAssignment, loaded: LoadedStage, pool: PoolSize
     ) -> StageRunner:
-        self._rows = loaded.rows
+        self._rows, num_pages = loaded.rows, pool.num_pages
         stage, page_size = assignment.stage, loaded.shapes[0].page_size
         link = open_activation_link(self._rows, assignment.links, stage, self._site.run_directory)
         log_pages = log_page_capacity(
@@ -195,6 +196,7 @@ class StageWorker:
             link,
             log=log,
             run_directory=self._site.run_directory,
+            num_state_slots=pool.num_state_slots,
         )
         for layer in loaded.spare:
             runner.held_layers.keep_spare(layer)

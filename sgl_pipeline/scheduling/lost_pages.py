@@ -85,12 +85,9 @@ class LostPages:
         self._forget(self.log.unreachable(), now_s)
 
     def hand_over(self, stage: int, now_s: float) -> None:
-        """Another worker fills `stage`, and has its keys and values, but not the rows that it has
-        kept: owed pages that cannot be recomputed without these rows are forgotten. It has no
-        states, without which keys and values are of no use."""
-        if self._pages.state_slots.num_slots:
-            self.lose_all(now_s)
-        elif self.log is not None:
+        """Another worker fills `stage`, and has its keys, values and states, but not the rows that
+        it has kept: owed pages that cannot be recomputed without these rows are forgotten."""
+        if self.log is not None:
             self.log.lose_rows(stage, self._pages.pages_in_use())
             self._forget(self.log.unreachable(), now_s)
 

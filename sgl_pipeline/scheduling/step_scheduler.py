@@ -248,14 +248,17 @@ class StepScheduler:
         self._in_flight.limit = num_stages + self.args.extra_steps_in_flight
         self._decode_reserve.pipeline_depth = self._in_flight.limit
 
-    def use_pages(self, num_pages: int, log_pages: int) -> list[Request]:
-        """The stages now have `num_pages` pages, and their logs room for `log_pages` of them; if
-        the number of pages is new, all are empty (`use_stages`).
+    def use_pages(self, num_pages: int, log_pages: int, num_state_slots: int = 0) -> list[Request]:
+        """The stages now have `num_pages` pages and `num_state_slots` state slots, and their logs
+        room for `log_pages` pages; if the number of pages or slots is new, all are empty
+        (`use_stages`).
 
         Returns the requests that were ended because they would not fit even alone.
         """
         if self.lost_pages.log is not None:
             self.lost_pages.log.use_capacity(log_pages)
+        if num_state_slots != self.state_slots.num_slots:
+            self.state_slots.resize(num_state_slots)
         if num_pages == self._pages.num_pages:
             return []
         self._pages.resize(num_pages)

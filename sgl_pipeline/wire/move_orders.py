@@ -1,11 +1,11 @@
 """The orders and reports about layers that move from one stage to another.
 
 A move has three places in the stream of orders. `PrepareMove`: from here on the stages load the
-weights and copy the keys and values of the layers that will change hands, while the old plan's
-steps go on. `SwitchPlan`: the steps behind it run under the new plan; what was written since a page
-was copied follows. `AbandonMove`, in place of the switch: the old plan stands. Each stage answers
-the first with `MoveReady` or `MoveFailed`, the second with `MoveDone`, whether or not it has a part
-in the move.
+weights and copy the keys and values, or states, of the layers that will change hands, while the old
+plan's steps go on. `SwitchPlan`: the steps behind it run under the new plan; what was written since
+it was copied follows. `AbandonMove`, in place of the switch: the old plan stands. Each stage
+answers the first with `MoveReady` or `MoveFailed`, the second with `MoveDone`, whether or not it
+has a part in the move.
 """
 
 from typing import Annotated, NamedTuple
@@ -28,12 +28,13 @@ class PrepareMove(msgspec.Struct, frozen=True, tag=True):
     """Make ready for `plan`. `move` is unique for the life of the server.
 
     `pages` is an int32 array of the pages that hold anything: of running requests and of the
-    prefix cache alike.
+    prefix cache alike; `slots` one of the state slots that do.
     """
 
     move: int
     plan: StagePlan
     pages: bytes
+    slots: bytes = b""
 
 
 class SwitchPlan(msgspec.Struct, frozen=True, tag=True):

@@ -66,7 +66,7 @@ class StageAssignment(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     address per stage boundary: `links[s]` joins stage `s` to stage `s + 1`. `gpu` is the index of
     the GPU on the worker's host, which `stages_on_gpu` stages share. `cpu_threads` is the number of
     compute threads; `cpu_cores` are the cores to pin them to (empty: do not pin). With
-    `fewer_pages_do` a KV pool that does not fit into memory gets as large as it can be.
+    `fewer_pages_do` pages and state slots that do not fit into memory get as many as do.
     Layers that move: `max_layers` is the most that the stage may hold at once (None: those of
     `plan`), `spare_layers` are those whose weights it loads beside its own, `page_links` where it
     meets each stage to hand over pages: a directory of this host, or a host's cluster port.
@@ -115,19 +115,23 @@ class StillLoading(msgspec.Struct, frozen=True, tag=True):
 
 class StageLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Weights are in memory. `num_pages` is how many KV pages this stage can hold, `page_bytes`
-    what one takes in as many layers as the stage may ever hold."""
+    what one takes in as many layers as the stage may ever hold, `num_state_slots` how many state
+    slots it can hold beside them."""
 
     stage: int
     num_pages: Count
     weight_bytes: Count
     page_bytes: Count
     load_seconds: float
+    num_state_slots: Count = 0
 
 
 class PoolSize(msgspec.Struct, frozen=True, tag=True):
-    """The page count that all stages use: the minimum over their capacities."""
+    """The numbers of pages and state slots that all stages use: the minima over their
+    capacities."""
 
     num_pages: int
+    num_state_slots: int = 0
 
 
 class StageReady(msgspec.Struct, frozen=True, tag=True):
@@ -192,16 +196,17 @@ class WorkerLeaves(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
-    """Copy what `pages` hold of all layers of the stage to the worker that will fill it, at
-    `address`, beside the steps to come; then answer with `PagesCopied`.
+    """Copy what `pages` and the state slots `slots` hold of all layers of the stage to the worker
+    that will fill it, at `address`, beside the steps to come; then answer with `PagesCopied`.
 
     `handover` is unique for the life of the server, `address` as in `StageAssignment.links`,
-    `pages` an int32 array. It takes the place of a handover before it.
+    `pages` and `slots` are int32 arrays. It takes the place of a handover before it.
     """
 
     handover: int
     address: str
     pages: bytes
+    slots: bytes = b""
 
 
 class TakePagesOver(msgspec.Struct, frozen=True, tag=True):
@@ -227,7 +232,7 @@ class PagesCopied(msgspec.Struct, frozen=True, tag=True):
 
 
 class PagesTaken(msgspec.Struct, frozen=True, tag=True):
-    """The worker has the keys and values of the stage that it is to fill."""
+    """The worker has the keys, values and states of the stage that it is to fill."""
 
     stage: int
     handover: int

@@ -6,7 +6,6 @@ import pytest
 
 from sgl_pipeline.args import (
     DisaggregationArgs,
-    MigrationArgs,
     PipelineArgs,
     RecoveryArgs,
     SchedulingArgs,
@@ -31,7 +30,6 @@ def test_a_model_with_states_has_no_boundary_logs() -> None:
 @pytest.mark.parametrize(
     ("section", "flag"),
     [
-        ({"migration": MigrationArgs(mode="manual")}, "--migration manual"),
         ({"recovery": RecoveryArgs(log_mib=64)}, "--recovery-log-mib 64"),
         ({"disaggregation": DECODE}, "--disaggregation-mode decode"),
         (

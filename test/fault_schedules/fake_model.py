@@ -102,17 +102,27 @@ class Elsewhere(Protocol):
 
 class FakeStage:
     """One stage's KV: the pages of each layer that it holds, its states, and what it computes on
-    them."""
+    them. In a model with states all layers have some, except `paged_layer`: tokens are drawn from
+    the pages of the last one."""
 
     def __init__(
-        self, page_size: int, layers: Iterable[int] = (0,), num_state_slots: int = 0
+        self,
+        page_size: int,
+        layers: Iterable[int] = (0,),
+        num_state_slots: int = 0,
+        paged_layer: int | None = None,
     ) -> None:
         self.page_size = page_size
-        self._states = FakeStates(num_state_slots)
+        self._paged_layer = paged_layer
+        self.states = FakeStates(num_state_slots)
         self.pages: dict[int, LayerPages] = {layer: {} for layer in layers}
         self._last = 0  # the last layer that ran
         # Runs the rows of leases, whose pages are elsewhere; None: there are none.
         self.elsewhere: Elsewhere | None = None
+
+    def has_states(self, layer: int) -> bool:
+        """True if requests have states in `layer`, which others than its own pages take."""
+        return self.states.num_slots > 0 and layer != self._paged_layer
 
     def run(
         self,
@@ -148,13 +158,15 @@ class FakeStage:
         return outgoing
 
     def _run_chunk(self, layer: int, chunk: MirroredChunk, rows: Sequence[int]) -> list[int]:
-        seen = self._states.before(layer, chunk)
+        has_states = self.has_states(layer)
+        seen = self.states.before(layer, chunk) if has_states else None
         outgoing: list[int] = []
         for end, slot in runs_of(chunk):
             start = chunk.start + len(outgoing)
             run = rows[len(outgoing) : end - chunk.start]
             outcome, seen = self._extend(layer, chunk.request.pages, start, run, seen)
-            self._states.keep(layer, slot, seen)
+            if has_states:
+                self.states.keep(layer, slot, seen)
             outgoing += outcome
         return outgoing
 

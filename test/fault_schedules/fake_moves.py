@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from fault_schedules.fake_model import FakeStage, LayerPages
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
@@ -13,8 +14,8 @@ from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
 from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, Parcel, StageGone
 from sgl_pipeline.stage_plan import StagePlan
 
-# A layer and some of its pages.
-FakeRows = tuple[int, LayerPages]
+# A layer and some of its pages, or of its states.
+FakeRows = tuple[int, Any]
 # Of pages: (move, source, target), or the address of a handover.
 Way = tuple[int, int, int] | str
 MAX_UNREAD = 2
@@ -46,7 +47,13 @@ class FakeSite:
         self._plans = {plan.epoch: plan}
         self._loaded_s = 0.0
         self._awaited: list[IncomingLayers[FakeRows]] = []
-        self.pages_per_parcel = rng.choice((1, 3, 100))
+        self._places_per_parcel = rng.choice((1, 3, 100))
+
+    def has_states(self, layer: int) -> bool:
+        return self._layers.has_states(layer)
+
+    def places_per_parcel(self, layer: int) -> int:
+        return self._places_per_parcel
 
     def layers_of(self, epoch: int) -> range:
         return self._plans[epoch].layers_of(self._stage)
@@ -75,16 +82,24 @@ class FakeSite:
     def drop(self, layers: Iterable[int]) -> None:
         for layer in layers:
             self._layers.pages.pop(layer, None)
+            self._layers.states.drop(layer)
 
-    def read_pages(self, layer: int, pages: Sequence[int]) -> "FakeLeavingPages":
-        held = self._layers.pages[layer]
-        copies = {page: dict(held[page]) for page in pages if page in held}
+    def read(self, layer: int, places: Sequence[int]) -> "FakeLeavingPages":
+        copies: LayerPages | dict[int, int]
+        if self.has_states(layer):
+            copies = self._layers.states.read(layer, places)
+        else:
+            held = self._layers.pages[layer]
+            copies = {page: dict(held[page]) for page in places if page in held}
         parcel = Parcel((layer, copies), len(copies), is_last=False)
         return FakeLeavingPages(parcel, self._rng.choice((0, 0, 1, 3)))
 
-    def write_pages(self, rows: FakeRows) -> None:
-        layer, pages = rows
-        self._layers.pages[layer] |= pages
+    def write(self, rows: FakeRows) -> None:
+        layer, places = rows
+        if self.has_states(layer):
+            self._layers.states.write(layer, places)
+        else:
+            self._layers.pages[layer] |= places
 
     def know_plan(self, plan: StagePlan) -> None:
         self._plans[plan.epoch] = plan

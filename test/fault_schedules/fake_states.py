@@ -4,7 +4,7 @@ They change in place as real ones do, so that a step that runs twice, or in anot
 what is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sgl_pipeline.wire.step_order import MirroredChunk
 
@@ -14,8 +14,21 @@ class FakeStates:
     have been run there; 0: the model has no states."""
 
     def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._seen: dict[tuple[int, int], int] = {}
+
+    def read(self, layer: int, slots: Sequence[int]) -> dict[int, int]:
+        """The states of `layer` in those of `slots` that have any."""
+        return {slot: self._seen[layer, slot] for slot in slots if (layer, slot) in self._seen}
+
+    def write(self, layer: int, states: Mapping[int, int]) -> None:
+        """States of another stage's slots come to the same ones."""
+        self._seen.update({(layer, slot): seen for slot, seen in states.items()})
+
+    def drop(self, layer: int) -> None:
+        """The layer leaves with its states."""
+        for key in [key for key in self._seen if key[0] == layer]:
+            del self._seen[key]
 
     def before(self, layer: int, chunk: MirroredChunk) -> int | None:
         """The state before `chunk`; None where the model has none. Raises KeyError for one that
@@ -23,10 +36,10 @@ class FakeStates:
         slot = chunk.request.state_slot
         if chunk.state_source is not None:
             slot = chunk.state_source
-        if not self._num_slots:
+        if not self.num_slots:
             assert slot is None, "a slot in a model without states"
             return None
-        assert slot is not None and 0 <= slot < self._num_slots, f"state slot {slot}"
+        assert slot is not None and 0 <= slot < self.num_slots, f"state slot {slot}"
         return self._seen[layer, slot] if chunk.start else 0
 
     def keep(self, layer: int, slot: int | None, seen: int) -> None:

@@ -18,7 +18,7 @@ from fault_schedules.virtual_time import DelayedPipe, EventLoop
 
 from sgl_pipeline import __version__
 from sgl_pipeline.costs.stage_costs import PartCosts, PartSample, PartSizes
-from sgl_pipeline.pp_runner.base.step_inputs import written_pages
+from sgl_pipeline.pp_runner.base.step_inputs import written_pages, written_slots
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
 from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.requests import LogprobRows
@@ -221,6 +221,7 @@ class FakeWorker:
             self._load(message)
         elif isinstance(message, PoolSize):
             assignment, self._num_pages = self._own_assignment, message.num_pages
+            self._layers.states.num_slots = message.num_state_slots
             self._has_served = True
             self._open_links(assignment.links)
             log_pages = min(self._log_pages or 0, message.num_pages)
@@ -245,6 +246,7 @@ class FakeWorker:
                 weight_bytes=0,
                 page_bytes=0,
                 load_seconds=0.0,
+                num_state_slots=_slots_of(assignment),
             )
         )
 
@@ -282,7 +284,7 @@ class FakeWorker:
         self._assignment = assignment
         stage, plan = assignment.stage, assignment.plan
         slots = assignment.args.num_state_slots
-        self._layers = FakeStage(self._page_size, plan.layers_of(stage), slots)
+        self._layers = FakeStage(self._page_size, plan.layers_of(stage), slots, plan.num_layers - 1)
         self._layers.elsewhere = self._attention
         loop, load = self._loop, self._tempo.load
         self._site = FakeSite(self._layers, stage, plan, loop, self._rng, load)
@@ -464,7 +466,7 @@ class FakeWorker:
         layers = self._site.layers_of(plan.epoch)
         self._attention.begin()
         outgoing = self._layers.run(chunks, rows, layers)
-        self._mover.wrote(written_pages(chunks, self._page_size))
+        self._mover.wrote(written_pages(chunks, self._page_size), written_slots(chunks))
         tokens: tuple[int, ...] | None = None
         logprobs: tuple[LogprobRows, ...] = ()
         if self._downstream is not None:
@@ -490,3 +492,11 @@ class FakeWorker:
             )
         )
         self._work()
+
+
+def _slots_of(assignment: StageAssignment) -> int:
+    """State slots that a stage has room for: fewer where fewer stages hold the layers."""
+    args = assignment.args
+    if not args.num_state_slots:
+        return 0
+    return max(1, args.num_state_slots * assignment.plan.num_stages // args.num_stages)

@@ -75,8 +75,8 @@ def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
 
 
 def _with_states(args: PipelineArgs, num_state_slots: int) -> PipelineArgs:
-    """`args` of a model with states; as they are for 0 slots, and where layers move."""
-    if num_state_slots == 0 or args.migration.mode != "off":
+    """`args` of a model with states; as they are for 0 slots."""
+    if num_state_slots == 0:
         return args
     order = args.scheduling.schedule_policy
     scheduling = replace(

@@ -1,13 +1,16 @@
 """Random schedules of models with states: no slot has two owners, all come back, and a state is
 never behind or ahead of its request."""
 
+from collections.abc import Iterable
 from random import Random
+from typing import Any
 
 import pytest
 from fault_schedules.random_args import random_args
 from fault_schedules.world import has_tier, run_seed
 from support.mutations import Mutation, nothing_is_done, require_found
 
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.lost_pages import LostPages
@@ -34,6 +37,7 @@ def test_schedules_with_states_hold_and_have_what_could_go_wrong() -> None:
     assert sum(outcome.num_recoveries for outcome in outcomes) > len(seeds) // 2
     assert sum(outcome.num_handovers for outcome in outcomes) > len(seeds) // 10
     assert sum(outcome.num_shrunk for outcome in outcomes) > 0
+    assert sum(outcome.num_moves for outcome in outcomes) > len(seeds) // 10
     assert not any(outcome.num_replayed_tokens for outcome in outcomes)
 
 
@@ -91,6 +95,15 @@ def a_slot_is_sent_a_request_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepOrderEncoder, "_open", mutated)
 
 
+def states_written_since_they_were_copied_do_not_follow(patch: pytest.MonkeyPatch) -> None:
+    wrote = OutgoingLayers.wrote
+
+    def mutated(self: OutgoingLayers[Any], pages: Iterable[int], slots: Iterable[int]) -> None:
+        wrote(self, pages, ())
+
+    patch.setattr(OutgoingLayers, "wrote", mutated)
+
+
 MUTATIONS: dict[str, Mutation] = {
     one.__name__: one
     for one in (
@@ -100,10 +113,11 @@ MUTATIONS: dict[str, Mutation] = {
         admission_does_not_ask_for_a_slot,
         retracted_requests_keep_their_slot,
         a_slot_is_sent_a_request_late,
+        states_written_since_they_were_copied_do_not_follow,
     )
 } | {
     "requests_go_on_with_the_states_of_a_lost_stage": nothing_is_done(LostPages, "lose_stages"),
-    "requests_go_on_where_a_worker_has_left": nothing_is_done(LostPages, "hand_over"),
+    "no_state_is_named_when_layers_move": lambda patch: patch.setattr(StateSlots, "in_use", []),
 }
 
 

@@ -278,3 +278,21 @@ def test_a_message_that_is_not_the_workers_next_is_a_protocol_error(
     with pytest.raises(ProtocolError, match=found):
         for message in messages:
             roster.take(message)
+
+
+def test_all_stages_use_as_many_state_slots_as_the_one_with_the_least_room() -> None:
+    roster = roster_of(2)
+    for message in (hello(0), hello(1)):
+        roster.take(message)
+    one, other = (
+        msgspec.structs.replace(loaded(stage), num_state_slots=slots)
+        for stage, slots in ((0, 8), (1, 3))
+    )
+    roster.take(one)
+    assert [size for _, size in roster.take(other)] == [PoolSize(10, 3)] * 2
+    roster.take(hello(7))
+    roster.lose(1)
+    roster.take(hello(9))
+    assert roster.take(msgspec.structs.replace(loaded(1, 64), num_state_slots=2)) == []
+    ((_, reason),) = roster.unfit_workers
+    assert "room for 64 KV pages and 2 state slots of stage 1, the pipeline uses 10 KV" in reason

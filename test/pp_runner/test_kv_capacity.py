@@ -12,6 +12,8 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pipeline.assignment import assign
 from sgl_pipeline.pp_runner import kv_capacity
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import StatePool
+from sgl_pipeline.pp_runner.base.layer_counts import most_layers
 from sgl_pipeline.pp_runner.cuda.gpu_memory import CardMemory
 from sgl_pipeline.pp_runner.kv_capacity import (
     DEFAULT_CPU_KV_TOKENS,
@@ -92,7 +94,7 @@ def test_layers_with_states_have_no_pages_and_their_states_are_counted(
     ]
     page_bytes = 2 * 16 * 2 * 8 * 4
     mixed, of_states = hybrid_assignment((3, 3), num_state_slots=7), hybrid_assignment((1, 4, 1))
-    assert kv_page_capacity(mixed, HYBRID, CPU, torch.float32) == KvCapacity(10, page_bytes)
+    assert kv_page_capacity(mixed, HYBRID, CPU, torch.float32) == KvCapacity(10, page_bytes, 7)
     assert kv_page_capacity(of_states, HYBRID, CPU, torch.float32) == KvCapacity(10, 0)
     # Half of the layers get half of the memory: for the states of two, and for ten pages.
     enough = 2 * (7 * 2 * slot_bytes + 10 * page_bytes)
@@ -101,6 +103,44 @@ def test_layers_with_states_have_no_pages_and_their_states_are_counted(
     monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda: enough - 2)
     with pytest.raises(ConfigurationError, match=r"7 state slots take .* lower --max-mamba-cache"):
         kv_page_capacity(mixed, HYBRID, CPU, torch.float32)
+    # When a host is lost: the same share of each, one of each at least.
+    fewer = msgspec.structs.replace(mixed, fewer_pages_do=True)
+    half = enough // 2
+    for room, slots, pages in ((enough, 7, 10), (half, 3, 5), (2 * page_bytes, 1, None)):
+        monkeypatch.setattr(kv_capacity, "available_memory_bytes", lambda room=room: room)
+        if pages is None:
+            with pytest.raises(ConfigurationError, match=r"1 state slots take"):
+                kv_page_capacity(fewer, HYBRID, CPU, torch.float32)
+            continue
+        capacity = kv_page_capacity(fewer, HYBRID, CPU, torch.float32)
+        assert capacity.num_state_slots == slots and capacity.num_pages >= pages
+        used = slots * 2 * slot_bytes + capacity.num_pages * page_bytes
+        assert used <= room // 2
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (2, 4), (1, 4, 1), (6,)])
+@pytest.mark.parametrize("spare_layers", [1, 2])
+def test_a_stage_has_room_for_the_layers_of_each_kind_that_may_come(
+    counts: tuple[int, ...], spare_layers: int
+) -> None:
+    """Under every plan that may follow another: found by trying all of them."""
+    have_states = [one is not None for one in HYBRID.states]
+    for count in counts:
+        limit = min(count + spare_layers, 6)
+        runs = [range(start, end) for start in range(7) for end in range(start, 7)]
+        held = [{*one, *other} for one in runs for other in runs]
+        most = most_layers(have_states, limit)
+        of_plans = [one for one in held if len(one) <= limit]
+        assert most.with_states == max(sum(have_states[i] for i in one) for one in of_plans)
+        assert most.with_pages == max(sum(not have_states[i] for i in one) for one in of_plans)
+        shapes = HYBRID.attention_shapes(16, torch.float32, CPU)
+        pool = KvPool(range(count), shapes, 10, max_layers=most.with_pages)
+        assert pool.num_bytes == most.with_pages * 10 * shapes[0].page_bytes
+        states = StatePool(
+            range(count), HYBRID.states, 3, torch.float32, CPU, max_layers=most.with_states
+        )
+        slot_bytes = HYBRID.states[1].bytes_per_slot("float32")
+        assert states.num_bytes == most.with_states * 3 * slot_bytes
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (2, 4), (1, 4, 1), (6,)])

@@ -100,15 +100,16 @@ def test_lost_stages_make_all_begin_at_position_0_with_slots_of_their_own() -> N
         assert request.output_ids == output_when_alone(request)
 
 
-def test_a_stage_that_is_handed_over_has_no_states() -> None:
+def test_requests_go_on_where_a_stage_is_handed_over() -> None:
     pipeline = pipeline_of(1)
     (request,) = add(pipeline, "a")
     pipeline.fill()
     while pipeline.steps_in_flight:
         pipeline.complete()
     assert request.num_computed > 0
+    before = (request.num_computed, request.state_slot, [*request.pages])
     pipeline.core.hand_over(0, "worker 0 leaves", pipeline.now_s)
-    assert (request.num_computed, request.state_slot, request.pages) == (0, None, [])
+    assert (request.num_computed, request.state_slot, request.pages) == before
 
 
 def test_a_higher_priority_takes_a_slot() -> None:
@@ -193,3 +194,18 @@ def test_a_slot_that_comes_back_twice_is_noticed() -> None:
     request.state_slot = 0
     with pytest.raises(AssertionError, match="freed twice"):
         slots.take_back(request)
+
+
+def test_slots_shrink_and_grow_while_none_is_in_use() -> None:
+    slots = StateSlots(4)
+    slots.resize(1)
+    request = make_request("a", [1])
+    slots.give(request)
+    assert slots.are_taken and slots.in_use == [0]
+    with pytest.raises(AssertionError, match="in use"):
+        slots.resize(4)
+    slots.take_back(request)
+    slots.resize(4)
+    assert (slots.num_free, slots.in_use) == (4, [])
+    with pytest.raises(AssertionError):
+        slots.resize(0)

@@ -31,6 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
     flags = ["--model-path", str(model), "--dtype", "float32", "--device", "cpu", "--pp", "2"]
+    flags += ["--migration", "manual", "--migration-spare-layers", "8"]
     flags += ["--max-mamba-cache-size", str(SLOTS), "--page-size", "4", "--max-total-tokens", "160"]
     with live_server(*flags, "--enable-metrics") as server:
         yield server
@@ -132,7 +133,14 @@ def test_slots_are_in_sglangs_metrics(server: LiveServer) -> None:
     assert samples.value("sglang:mamba_usage") == 0
 
 
-def test_layers_stay_where_they_are_and_the_door_says_why(server: LiveServer) -> None:
-    reply = requests.post(f"{server.url}/pipeline/plan", json={"layer_counts": [3, 5]}, timeout=30)
-    assert reply.status_code == 400
-    assert "states do not go from stage to stage with their layers" in reply.text
+def test_layers_that_move_take_their_states_along(server: LiveServer, model: Path) -> None:
+    streams = streams_of(server, 100)
+    wait_until(lambda: sum(len(one.ids) > 10 for one in streams) > 1)
+    plan = requests.get(f"{server.url}/pipeline/plan", timeout=30).json()["layer_counts"]
+    for counts in ([plan[0] - 1, plan[1] + 1], [plan[0] + 1, plan[1] - 1], plan):
+        reply = requests.post(
+            f"{server.url}/pipeline/plan", json={"layer_counts": counts}, timeout=60
+        )
+        assert reply.status_code == 200, reply.text
+    check(model, streams, 100)
+    check_all_is_free(server)

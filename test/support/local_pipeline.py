@@ -22,7 +22,7 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
-from sgl_pipeline.pp_runner.base.step_inputs import written_pages
+from sgl_pipeline.pp_runner.base.step_inputs import written_pages, written_slots
 from sgl_pipeline.pp_runner.boundary_log import BoundaryLog
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_moves.layer_mover import LayerMover
@@ -156,7 +156,8 @@ class LocalPipeline:
         for runner, mover in zip(self.runners, self.movers, strict=True):
             prepared = runner.prepare(plan)
             reports.append(runner.launch(prepared).report())
-            mover.wrote(written_pages(prepared.chunks, runner.page_size))
+            pages = written_pages(prepared.chunks, runner.page_size)
+            mover.wrote(pages, written_slots(prepared.chunks))
         self._in_flight.append(reports)
         return True
 
@@ -322,4 +323,6 @@ def open_stage(
     if log_pages is not None and not model.is_last:
         rows = ActivationShape(spec.hidden_size, torch_dtype, device)
         log = BoundaryLog(log_pages, num_pages, page_size, rows)
-    return StageRunner(assignment, model, shapes, num_pages, link, tail, log, run_directory)
+    return StageRunner(
+        assignment, model, shapes, num_pages, link, tail, log, run_directory, num_state_slots
+    )

@@ -48,7 +48,7 @@ CHUNK = ChunkOrder(
 EXAMPLES: tuple[StageOrder, ...] = (
     StepOrder(8, 1, (2,), (OPEN,), (CHUNK,), (ReplayPlan(3, 4, 5, (0, 1)),)),
     MirrorSnapshot((OPEN,), (CHUNK,), LogContents(b"pages", b"slots")),
-    PrepareMove(2, StagePlan(3, (4, 5)), b"pages___"),
+    PrepareMove(2, StagePlan(3, (4, 5)), b"pages___", b"slot"),
     SwitchPlan(2, StagePlan(3, (4, 5))),
     AbandonMove(2),
     UseStore(

@@ -97,6 +97,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "plan_epoch": state.plan.epoch,
         "is_paused": state.is_paused,
         "free_pages": state.load.free_pages,
+        "state_slots": state.state_slots,
         "free_state_slots": state.free_state_slots,
         "waiting_tokens": state.load.waiting_tokens,
         "num_waiting_requests": state.waiting_requests,

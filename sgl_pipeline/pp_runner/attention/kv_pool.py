@@ -41,8 +41,8 @@ class KvPool:
         num_pages: pages of each layer, the same for all.
         has_padding_page: whether each layer has one additional page, `padding_page`, which belongs
             to no request: rows that only fill up a step write there.
-        max_layers: memory for this many layers, of the largest pages, is taken now and kept.
-            Touching it for the first time takes as long as several steps.
+        max_layers: memory for this many layers that have pages, of the largest ones, is taken now
+            and kept. Touching it for the first time takes as long as several steps.
     """
 
     def __init__(
@@ -62,8 +62,10 @@ class KvPool:
         self._spare: list[_LayerMemory] = []
         for layer in layers:
             self.add_layer(layer)
-        num_spare = max(0, max_layers - len(self._memory))
-        self._spare = [self._allocate(shapes[0]) for _ in range(num_spare)]
+        if max_layers:
+            shape = next(one for one in shapes if one.page_bytes)
+            num_spare = max(0, max_layers - self._num_with_pages)
+            self._spare = [self._allocate(shape) for _ in range(num_spare)]
 
     @property
     def device(self) -> torch.device:
@@ -95,13 +97,14 @@ class KvPool:
         """Gives `layer` pages: spare ones, else new ones."""
         assert layer not in self._memory, f"layer {layer} has its pages already"
         shape = self._shapes[layer]
-        memory = self._spare.pop() if self._spare else self._allocate(shape)
+        takes_spare = self._spare and shape.page_bytes
+        memory = self._spare.pop() if takes_spare else self._allocate(shape)
         self._memory[layer] = memory.reshaped(shape)
 
     def remove_layer(self, layer: int) -> None:
         """Takes the pages of `layer`, and keeps or frees their memory."""
         memory = self._memory.pop(layer)
-        if len(self._memory) + len(self._spare) < self._max_layers:
+        if memory.num_bytes and self._num_with_pages + len(self._spare) < self._max_layers:
             self._spare.append(memory)
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,10 +118,15 @@ class KvPool:
         keys, values = (part.flatten(1).view(torch.uint8) for part in self.pages(layer))
         return keys, values
 
+    @property
+    def _num_with_pages(self) -> int:
+        """Number of present layers that have pages: those with states have none."""
+        return sum(memory.num_bytes > 0 for memory in self._memory.values())
+
     def _allocate(self, shape: AttentionShape) -> "_LayerMemory":
         """Memory for the pages of a layer of `shape`, and, if layers may come, of any layer."""
         num_pages = self.num_pages + self._has_padding_page
-        shapes = self._shapes if self._max_layers else (shape,)
+        shapes = self._shapes if self._max_layers and shape.page_bytes else (shape,)
         keys, values = (
             torch.zeros(num_pages * max(part), dtype=torch.uint8, device=shape.device)
             for part in zip(*map(_part_bytes, shapes), strict=True)

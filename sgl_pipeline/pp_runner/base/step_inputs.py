@@ -173,6 +173,13 @@ def written_pages(chunks: Sequence[MirroredChunk], page_size: int) -> list[int]:
     return pages
 
 
+def written_slots(chunks: Sequence[MirroredChunk]) -> list[int]:
+    """The state slots that the chunks write to; none in a model without states."""
+    slots = [chunk.request.state_slot for chunk in chunks]
+    slots += [snapshot.slot for chunk in chunks for snapshot in chunk.snapshots]
+    return [slot for slot in slots if slot is not None]
+
+
 def _layout(
     page_size: int,
     lengths: np.ndarray,

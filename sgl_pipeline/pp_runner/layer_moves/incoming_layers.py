@@ -37,7 +37,7 @@ class IncomingLayers(Generic[R]):
         if parcel is None:
             return False
         if parcel.rows is not None:
-            self._site.write_pages(parcel.rows)
+            self._site.write(parcel.rows)
         if parcel.is_last:
             self.has_all = True
             self.close()

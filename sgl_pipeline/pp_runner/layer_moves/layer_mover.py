@@ -110,7 +110,7 @@ class LayerMover(Generic[R]):
             )
         self._close_used()
         moves = layer_moves(self.plan, order.plan)
-        pages = array(INT32, order.pages)
+        pages, slots = array(INT32, order.pages), array(INT32, order.slots)
         incoming = [
             IncomingLayers(layers, self._site, self._links.receiver(order.move, source))
             for source, layers in _by_stage(
@@ -118,7 +118,7 @@ class LayerMover(Generic[R]):
             )
         ]
         outgoing = [
-            OutgoingLayers(layers, pages, self._site, self._links.sender(order.move, target))
+            OutgoingLayers(layers, pages, slots, self._site, self._links.sender(order.move, target))
             for target, layers in _by_stage(
                 (one.target, one) for one in moves if one.source == self._stage
             )
@@ -183,12 +183,13 @@ class LayerMover(Generic[R]):
         move.is_switched = True
         self._look_whether_done()
 
-    def wrote(self, pages: Collection[int]) -> None:
-        """A step has written to these pages of all layers that it ran, or a load has."""
-        self._handover.wrote(pages)
+    def wrote(self, pages: Collection[int], slots: Collection[int] = ()) -> None:
+        """A step has written to these pages and state slots of all layers that it ran, or a load
+        has."""
+        self._handover.wrote(pages, slots)
         if self._open is not None and not self._open.is_switched:
             for outgoing in self._open.outgoing:
-                outgoing.wrote(pages)
+                outgoing.wrote(pages, slots)
 
     def work(self) -> bool:
         """Does the next small piece of work for the move or the handover; False: there is none

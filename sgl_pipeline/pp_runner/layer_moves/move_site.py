@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Parcel(NamedTuple, Generic[R]):
-    """Pages of one layer on their way; `rows` come from `MoveSite.read_pages`; None if the parcel
+    """Places of one layer on their way; `rows` come from `MoveSite.read`; None if the parcel
     only marks the end (`is_last`)."""
 
     rows: R | None
@@ -23,13 +23,13 @@ class Parcel(NamedTuple, Generic[R]):
 
 
 class LeavingPages(Protocol[R]):
-    """Pages that are being read: a GPU's pages come to the host beside its kernels."""
+    """Places that are being read: a GPU's pages come to the host beside its kernels."""
 
     def is_read(self) -> bool:
         """True if `parcel` would not wait."""
 
     def parcel(self) -> Parcel[R]:
-        """The pages as written by the steps that were launched before."""
+        """The places as written by the steps that were launched before."""
 
 
 class PageSender(Protocol[R]):
@@ -68,11 +68,14 @@ class PageLinks(Protocol[R]):
 
 
 class MoveSite(Protocol[R]):
-    """The stage, as a move sees it."""
+    """The stage, as a move sees it. A place of a layer is a page, or a state slot if it has
+    states."""
 
-    @property
-    def pages_per_parcel(self) -> int:
-        """A good number of pages of a layer for a parcel."""
+    def has_states(self, layer: int) -> bool:
+        """True if the places of `layer` are state slots."""
+
+    def places_per_parcel(self, layer: int) -> int:
+        """A good number of places of `layer`, which is here, for a parcel."""
 
     def begin_loading(self, layers: Sequence[int]) -> None:
         """Loads the weights of `layers` beside the steps."""
@@ -81,16 +84,16 @@ class MoveSite(Protocol[R]):
         """True if the layers of `begin_loading` can be held now. Raises the error of loading."""
 
     def hold(self, layers: Iterable[int]) -> None:
-        """Takes over the loaded weights and gives the layers pages."""
+        """Takes over the loaded weights and gives the layers pages or states."""
 
     def drop(self, layers: Iterable[int]) -> None:
         """Drops layers and their loaded weights, if any."""
 
-    def read_pages(self, layer: int, pages: Sequence[int]) -> LeavingPages[R]:
-        """Begins to read the keys and values of `pages`."""
+    def read(self, layer: int, places: Sequence[int]) -> LeavingPages[R]:
+        """Begins to read what `places` of `layer` hold."""
 
-    def write_pages(self, rows: R) -> None:
-        """Writes pages of another stage to their places."""
+    def write(self, rows: R) -> None:
+        """Writes what another stage has read, to the same places."""
 
     def know_plan(self, plan: StagePlan) -> None:
         """Makes ready for steps of the plan, whose layers are held."""

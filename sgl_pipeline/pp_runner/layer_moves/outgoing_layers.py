@@ -1,13 +1,17 @@
-"""The layers that go to one other stage: their pages are copied while steps go on writing them.
+"""The layers that go to one other stage: they are copied while steps go on writing them.
 
-In rounds, as virtual machines are moved (pre-copy): the first sends all pages that hold anything,
-each later one the pages written since, until these are few. The rest is sent when the plan has
-switched. It never starts a thread: it reads and sends a parcel on request. Parcels are sent in the
-order in which they were read, so that a page that was written again comes after its older version.
+Pages in rounds, as virtual machines are moved (pre-copy): the first sends all pages that hold
+anything, each later one the pages written since, until these are few. The rest is sent when the
+plan has switched. States once, after the pages of the first round, and only those that no step has
+written meanwhile: a request that runs writes its state in every step, so no round would leave fewer
+of them. The others are sent when the plan has switched.
+
+It never starts a thread: it reads and sends a parcel on request. Parcels are sent in the order in
+which they were read, so that a page that was written again comes after its older version.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Generic
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import (
@@ -32,55 +36,74 @@ class OutgoingLayers(Generic[R]):
     Args:
         layers: the layers that go to the stage at the other end of `sender`.
         pages: the pages that hold anything.
+        slots: the state slots that hold anything.
     """
 
     def __init__(
-        self, layers: Sequence[int], pages: Sequence[int], site: MoveSite[R], sender: PageSender[R]
+        self,
+        layers: Sequence[int],
+        pages: Sequence[int],
+        slots: Sequence[int],
+        site: MoveSite[R],
+        sender: PageSender[R],
     ) -> None:
         self.layers = tuple(layers)
         self.copied_bytes = 0
         self.patched_bytes = 0
         self._site = site
         self._sender = sender
+        self._with_states = tuple(layer for layer in layers if site.has_states(layer))
+        self._with_pages = tuple(layer for layer in layers if not site.has_states(layer))
         self._rounds = 1
-        self._queue = self._parcels(pages)
+        self._queue = self._parcels(self._with_pages, pages)
+        self._state_queue = self._parcels(self._with_states, slots)
         self._reading: deque[LeavingPages[R]] = deque()
         self._written: set[int] = set()
+        self._written_slots: set[int] = set()
 
     @property
     def is_ready(self) -> bool:
-        """True if all pages were sent once, and the pages written since are few, or would never
-        become few."""
+        """True if all was sent once, except states that go after the switch, and the pages written
+        since are few, or would never become few."""
         is_small = len(self._written) <= SMALL_PATCH_PAGES
-        is_sent = not self._queue and not self._reading
+        is_sent = not (self._queue or self._state_queue or self._reading)
         return is_sent and (is_small or self._rounds >= MAX_ROUNDS)
 
-    def wrote(self, pages: Iterable[int]) -> None:
-        """A step has written to these pages."""
-        self._written.update(pages)
+    def wrote(self, pages: Iterable[int], slots: Iterable[int]) -> None:
+        """A step has written to these pages and state slots."""
+        if self._with_pages:
+            self._written.update(pages)
+        if self._with_states:
+            self._written_slots.update(slots)
 
     def work(self) -> bool:
         """Sends parcels that were read, and begins to read one, if there is one to send and the
         target keeps up. False: there is nothing to do now."""
         did_send = self._send_read()
-        if not self._queue and len(self._written) > SMALL_PATCH_PAGES:
-            if self._rounds >= MAX_ROUNDS:
-                return did_send
+        has_more = len(self._written) > SMALL_PATCH_PAGES and self._rounds < MAX_ROUNDS
+        if not self._queue and has_more:
             self._rounds += 1
-            self._queue = self._parcels(sorted(self._written))
+            self._queue = self._parcels(self._with_pages, sorted(self._written))
             self._written.clear()
         is_busy = len(self._reading) >= MAX_READING
-        if not self._queue or is_busy or not self._sender.can_send():
+        if is_busy or not (self._queue or self._state_queue) or not self._sender.can_send():
             return did_send
-        self._reading.append(self._site.read_pages(*self._queue.pop()))
+        if self._queue:
+            self._reading.append(self._site.read(*self._queue.pop()))
+        else:
+            layer, slots = self._state_queue.pop()
+            if still := [slot for slot in slots if slot not in self._written_slots]:
+                self._reading.append(self._site.read(layer, still))
         self._send_read()
         return True
 
     def finish(self) -> None:
-        """Sends all pages that the target lacks; no step runs these layers here any more."""
-        unsent = {page for _, pages in self._queue for page in pages}
-        for layer, pages in self._parcels(sorted(self._written | unsent)):
-            self._reading.append(self._site.read_pages(layer, pages))
+        """Sends all that the target lacks; no step runs these layers here any more."""
+        for layer, places in (
+            *self._parcels(self._with_pages, _unsent(self._queue, self._written)),
+            *self._parcels(self._with_states, _unsent(self._state_queue, self._written_slots)),
+        ):
+            self._reading.append(self._site.read(layer, places))
             if len(self._reading) > MAX_READING:
                 self.patched_bytes += self._send_next()
         while self._reading:
@@ -104,11 +127,20 @@ class OutgoingLayers(Generic[R]):
         self._sender.send(parcel)
         return parcel.num_bytes
 
-    def _parcels(self, pages: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
-        """The pages to read for each parcel."""
-        count = self._site.pages_per_parcel
+    def _parcels(
+        self, layers: Sequence[int], places: Sequence[int]
+    ) -> list[tuple[int, Sequence[int]]]:
+        """The places to read for each parcel."""
+        if not layers:
+            return []
+        count = min(map(self._site.places_per_parcel, layers))
         return [
-            (layer, pages[start : start + count])
-            for start in range(0, len(pages), count)
-            for layer in self.layers
+            (layer, places[start : start + count])
+            for start in range(0, len(places), count)
+            for layer in layers
         ]
+
+
+def _unsent(queue: Iterable[tuple[int, Sequence[int]]], written: Collection[int]) -> list[int]:
+    """The places that the target lacks: those to be sent still, and those written since."""
+    return sorted({*written, *(place for _, places in queue for place in places)})

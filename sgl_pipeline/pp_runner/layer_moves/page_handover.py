@@ -1,4 +1,4 @@
-"""All pages of a stage, on their way from the worker that leaves it to the one that takes it over.
+"""All pages and states of a stage, on their way from the worker that leaves it to its successor.
 
 It does with all layers of a stage what a layer move does with some. The plan stays, and the leaver
 gives nothing up: it can serve on as if nothing had been sent.
@@ -71,17 +71,17 @@ class PageHandover(Generic[R]):
         self._handover, self._has_copied = order.handover, False
         if isinstance(order, HandPagesOver):
             self._sender = self._links.sender_at(order.address)
-            pages = array(INT32, order.pages)
-            self._outgoing = OutgoingLayers(layers, pages, self._site, self._sender)
+            pages, slots = array(INT32, order.pages), array(INT32, order.slots)
+            self._outgoing = OutgoingLayers(layers, pages, slots, self._site, self._sender)
         else:
             receiver = self._links.receiver_at(order.address)
             self._incoming = IncomingLayers(layers, self._site, receiver)
         self._look_how_far()
 
-    def wrote(self, pages: Iterable[int]) -> None:
-        """A step has written to these pages of all layers."""
+    def wrote(self, pages: Iterable[int], slots: Iterable[int]) -> None:
+        """A step has written to these pages and state slots of all layers."""
         if self._outgoing is not None:
-            self._outgoing.wrote(pages)
+            self._outgoing.wrote(pages, slots)
 
     def work(self) -> bool:
         """Does the next small piece of work; False: there is none now."""

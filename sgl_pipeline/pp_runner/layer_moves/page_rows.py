@@ -1,9 +1,11 @@
-"""Pages of a layer as rows of bytes, for the transport between two stages.
+"""Pages and states of a layer as rows of bytes, for the transport between two stages.
 
-A row is one page: the layer and the page's id (int64 each), its keys, its values, and zeros up to
-the size that the rows of all layers have. All rows of a parcel belong to one layer. On a GPU they
-are gathered and put in place by kernels in the order of the steps, and cross beside them: nothing
-waits for a step, and no page is read while it is written. Untested on hardware.
+A row is one place of a layer, a page or the state in a slot: the layer and the place's number
+(int64 each), its keys and values, or its two parts of a state, and zeros up to whole cells. All
+rows of a parcel belong to one layer. Links carry cells, because rows of layers differ: a state is
+often thirty times a page. On a GPU rows are gathered and put in place by kernels in the order of
+the steps, and cross beside them: nothing waits for a step, and no page is read while it is written.
+Untested on hardware.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
+from sgl_pipeline.pp_runner.attention.state_pool import StatePool
 from sgl_pipeline.pp_runner.base.download import Download, HostCopy
 
+# The unit of links that carry rows.
+CELL_BYTES = 16
 _HEADER_BYTES = 16
-_ALIGNMENT = 16
 
 
 class PageRows:
-    """Packs pages of `kv_pool` into rows, and back.
+    """Packs places of `kv_pool`, or of `state_pool` for layers with states, into rows, and back.
 
     Args:
-        page_bytes: of the layer with the largest pages.
+        state_pool: None: no layer has states.
         download: brings rows to the host.
         upload: brings a tensor of the host to the device; its memory may be used again at once.
     """
@@ -29,46 +33,56 @@ class PageRows:
     def __init__(
         self,
         kv_pool: KvPool,
-        page_bytes: int,
+        state_pool: StatePool | None,
         download: Download,
         upload: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._kv_pool = kv_pool
+        self._state_pool = state_pool
         self._download, self._upload = download, upload
-        self.row_bytes = row_bytes(page_bytes)
+
+    def has_states(self, layer: int) -> bool:
+        """True if the places of `layer` are state slots."""
+        return self._state_pool is not None and self._state_pool.shape(layer) is not None
+
+    def row_bytes(self, layer: int) -> int:
+        """Bytes of a row of `layer`, which is here."""
+        num_bytes = _HEADER_BYTES + sum(part.shape[1] for part in self._memory(layer))
+        return -(-num_bytes // CELL_BYTES) * CELL_BYTES
 
     @torch.inference_mode()
-    def pack(self, layer: int, pages: Sequence[int]) -> HostCopy:
-        """Rows [N, row_bytes] (uint8) of `pages` of `layer`, which is here, on their way to the
-        host."""
-        named = torch.tensor([(layer, page) for page in pages], dtype=torch.int64)
+    def pack(self, layer: int, places: Sequence[int]) -> HostCopy:
+        """Cells [N * cells of a row, CELL_BYTES] (uint8) with the rows of `places` of `layer`,
+        which is here, on their way to the host."""
+        named = torch.tensor([(layer, place) for place in places], dtype=torch.int64)
         header = self._upload(named)
-        rows = torch.zeros((len(header), self.row_bytes), dtype=torch.uint8, device=header.device)
+        shape = (len(header), self.row_bytes(layer))
+        rows = torch.zeros(shape, dtype=torch.uint8, device=header.device)
         rows[:, :_HEADER_BYTES].view(torch.int64).copy_(header)
         for part, of_layer in self._parts(rows, layer):
             part.copy_(of_layer[header[:, 1]])
-        return self._download([rows])
+        return self._download([rows.view(-1, CELL_BYTES)])
 
     @torch.inference_mode()
-    def unpack(self, rows: torch.Tensor) -> None:
-        """Writes the pages in `rows` [N, row_bytes] (uint8, host), of a layer that has pages here.
-        Steps that are launched from then on see them."""
-        layer = int(rows[0, :_HEADER_BYTES].view(torch.int64)[0])
-        placed = self._upload(rows)
+    def unpack(self, cells: torch.Tensor) -> None:
+        """Writes the places in `cells` (host), as `pack` makes them, of a layer that is here. Steps
+        that are launched from then on see them."""
+        layer = int(cells[0, :8].view(torch.int64)[0])
+        placed = self._upload(cells.view(-1, self.row_bytes(layer)))
         ids = placed[:, :_HEADER_BYTES].view(torch.int64)[:, 1]
         for part, of_layer in self._parts(placed, layer):
             of_layer[ids] = part
 
     def _parts(self, rows: torch.Tensor, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The parts of `rows` with the keys and the values, each with the bytes of all of the
-        layer's."""
+        """The two parts of `rows`, each with the bytes of all of the layer's places."""
         start = _HEADER_BYTES
-        for of_layer in self._kv_pool.rows(layer):
+        for of_layer in self._memory(layer):
             end = start + of_layer.shape[1]
             yield rows[:, start:end], of_layer
             start = end
 
-
-def row_bytes(page_bytes: int) -> int:
-    """Bytes of the row of a page that holds `page_bytes` in one layer."""
-    return -(-(_HEADER_BYTES + page_bytes) // _ALIGNMENT) * _ALIGNMENT
+    def _memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bytes of all places of `layer`, one in a row, in two parts."""
+        if self._state_pool is not None and self.has_states(layer):
+            return self._state_pool.rows(layer)
+        return self._kv_pool.rows(layer)

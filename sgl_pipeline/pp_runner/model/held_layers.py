@@ -21,7 +21,7 @@ from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, StageModel
 
 class HeldLayers:
     """The layers of `model` with their pages in `kv_pool`; both must have the same ones. The states
-    of those that have some are in `state_pool`, and these layers neither come nor go."""
+    of those that have some are in `state_pool`."""
 
     def __init__(
         self, model: StageModel, kv_pool: KvPool, state_pool: StatePool | None = None
@@ -56,13 +56,13 @@ class HeldLayers:
         self._spare.pop(layer, None)
 
     def hold(self, layer: int) -> None:
-        """Gives `layer` pages, of finite numbers, and its weights: spare ones if present, else from
-        the files, which takes as long as reading them.
+        """Gives `layer` pages or states, of finite numbers, and its weights: spare ones if present,
+        else from the files, which takes as long as reading them.
 
         If it raises, only spare weights of the layer stay.
 
-        Raises ProtocolError when the layer is held already or the model does not have it, or it has
-        states, and CheckpointError as at the start.
+        Raises ProtocolError when the layer is held already or the model does not have it, and
+        CheckpointError as at the start.
         """
         num_layers = self.model.spec.num_layers
         if layer in self.model.layers:
@@ -71,32 +71,30 @@ class HeldLayers:
             raise ProtocolError(
                 f"layer {layer} cannot be loaded: the model has layers 0 to {num_layers - 1}"
             )
-        self._require_no_states(layer)
-        self.kv_pool.add_layer(layer)
+        self._add_to_pools(layer)
         try:
             loaded = self._spare.get(layer) or self.model.read_layer(layer)
         except BaseException:
-            self.kv_pool.remove_layer(layer)
+            self._remove_from_pools(layer)
             raise
         self._spare.pop(layer, None)
         self.model.add_layer(loaded)
 
     def drop(self, layer: int, *, keep_weights: bool = False) -> None:
-        """Takes the pages of `layer`, with the keys and values in them, and its weights, unless
-        they are to be kept as spare ones.
+        """Takes the pages or states of `layer`, with what is in them, and its weights, unless they
+        are to be kept as spare ones.
 
-        Raises ProtocolError when the layer is not held, or has states.
+        Raises ProtocolError when the layer is not held.
         """
         if layer not in self.model.layers:
             raise ProtocolError(f"layer {layer} cannot be dropped: {self._holdings()}")
-        self._require_no_states(layer)
         for let_go in self._before_drop:
             let_go(layer)
         self._before_run.pop(layer, None)
         loaded = self.model.remove_layer(layer)
         if keep_weights:
             self._spare[layer] = loaded
-        self.kv_pool.remove_layer(layer)
+        self._remove_from_pools(layer)
 
     def before_run(self, layer: int, wait: Callable[[], None]) -> None:
         """Makes a step call `wait` once, before it first runs `layer`."""
@@ -147,9 +145,15 @@ class HeldLayers:
                 wait()
             yield layer
 
-    def _require_no_states(self, layer: int) -> None:
-        if self.model.spec.state_of(layer) is not None:
-            raise ProtocolError(f"layer {layer} keeps states, which do not move")
+    def _add_to_pools(self, layer: int) -> None:
+        self.kv_pool.add_layer(layer)
+        if self.state_pool is not None:
+            self.state_pool.add_layer(layer)
+
+    def _remove_from_pools(self, layer: int) -> None:
+        self.kv_pool.remove_layer(layer)
+        if self.state_pool is not None:
+            self.state_pool.remove_layer(layer)
 
     def _holdings(self) -> str:
         ids = ", ".join(map(str, self.held))

@@ -17,7 +17,7 @@ from support.emulated_streams import EmulatedStreams, Event, RaceError, Stream
 from support.numberless_stage import META, WeightsWithoutNumbers
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, largest_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import GraphedLayers
@@ -113,9 +113,7 @@ def download_steps(streams: EmulatedStreams) -> None:
 def move_pages(streams: EmulatedStreams) -> None:
     """Pages of a layer leave and come while steps write to the pool."""
     pool = KvPool([0], SHAPES, NUM_PAGES)
-    rows = PageRows(
-        pool, largest_page_bytes(SHAPES), DownloadBesideKernels(META), CopyBesideKernels(META)
-    )
+    rows = PageRows(pool, None, DownloadBesideKernels(META), CopyBesideKernels(META))
     for _ in range(3):
         streams.launch("a step", (), pool.pages(0))
         leaving = rows.pack(0, [1, 2])

@@ -30,10 +30,16 @@ class Leaving:
 class SlowSite:
     """Only what moves need to read pages; `reading` are in the order of their reading."""
 
-    pages_per_parcel: int = 1
     reading: list[Leaving] = field(default_factory=list)
+    with_states: tuple[int, ...] = ()
 
-    def read_pages(self, layer: int, pages: Sequence[int]) -> Leaving:
+    def has_states(self, layer: int) -> bool:
+        return layer in self.with_states
+
+    def places_per_parcel(self, layer: int) -> int:
+        return 1
+
+    def read(self, layer: int, pages: Sequence[int]) -> Leaving:
         assert layer == LAYER
         self.reading.append(Leaving(tuple(pages)))
         return self.reading[-1]
@@ -56,7 +62,7 @@ class Sent:
 @pytest.fixture
 def parts() -> tuple[SlowSite, Sent, OutgoingLayers[Any]]:
     site, sent = SlowSite(), Sent()
-    return site, sent, OutgoingLayers([LAYER], range(5), site, sent)  # type: ignore[arg-type]
+    return site, sent, OutgoingLayers([LAYER], range(5), (), site, sent)  # type: ignore[arg-type]
 
 
 def test_a_parcel_is_sent_when_it_has_been_read(
@@ -103,9 +109,27 @@ def test_what_is_still_being_read_at_the_switch_comes_before_the_patch(
     site, sent, outgoing = parts
     outgoing.work()
     first = site.reading[0].pages
-    outgoing.wrote(first)
+    outgoing.wrote(first, ())
     outgoing.finish()
     rows = [parcel.rows for parcel in sent.parcels]
     assert rows[0] == first and rows[-1] is None and sent.parcels[-1].is_last
     assert first in rows[1:], "a step has written to it since"
     assert sorted(rows[1:-1]) == [(page,) for page in range(5)]
+
+
+def test_states_that_steps_write_go_once_after_the_switch() -> None:
+    """The others go before it; no page is read of a layer with states."""
+    site, sent = SlowSite(with_states=(LAYER,)), Sent()
+    slots = (0, 1, 2)
+    outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], range(5), slots, site, sent)  # type: ignore[arg-type]
+    outgoing.wrote([4], [1])
+    while outgoing.work():
+        for leaving in site.reading:
+            leaving.is_there = True
+    assert outgoing.is_ready
+    assert sorted(one.pages for one in site.reading) == [(0,), (2,)]
+    outgoing.wrote([4], [1, 3])
+    outgoing.finish()
+    assert [one.pages for one in site.reading[2:]] == [(1,), (3,)]
+    assert (outgoing.copied_bytes, outgoing.patched_bytes) == (2, 2)
+    assert sent.parcels[-1].is_last

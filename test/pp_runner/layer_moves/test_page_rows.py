@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
-from sgl_pipeline.pp_runner.attention.kv_pool import KvPool, largest_page_bytes
+from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.download import NoDownload
 from sgl_pipeline.pp_runner.base.kv_format import CODED_DTYPES, encode, head_dim_of
-from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows, row_bytes
+from sgl_pipeline.pp_runner.layer_moves.page_rows import CELL_BYTES, PageRows
 
 NUM_PAGES = 9
 
@@ -34,7 +34,7 @@ def test_pages_arrive_where_they_were(value_dim: int, dtype: torch.dtype, page_s
     shape = replace(shape_of(dtype, page_size), value_dim=value_dim)
     if dtype in CODED_DTYPES.values():
         shape = replace(shape, dtype=torch.bfloat16, coded_dtype=dtype)
-    # Layer 3 has the larger pages, of which the rows must have the size.
+    # Layer 3 has the larger pages.
     shapes = [*[replace(shape, head_dim=14)] * 4, shape]
     source, target = KvPool([3, 4], shapes, NUM_PAGES), KvPool([4], shapes, NUM_PAGES)
     for layer in (3, 4):
@@ -43,15 +43,15 @@ def test_pages_arrive_where_they_were(value_dim: int, dtype: torch.dtype, page_s
             pages.copy_(encode(numbers.to(shape.dtype), pages.dtype))
     for pages in target.pages(4):
         pages.fill_(7)
-    page_bytes = largest_page_bytes(shapes)
     chosen = [8, 0, 5]
-    (rows,) = (
-        PageRows(source, page_bytes, NoDownload(), lambda values: values).pack(4, chosen).tensors()
-    )
+    packing = PageRows(source, None, NoDownload(), lambda values: values)
+    (rows,) = packing.pack(4, chosen).tensors()
     assert rows.dtype == torch.uint8
-    assert rows.shape == (3, row_bytes(page_bytes))
-    assert row_bytes(page_bytes) % 16 == 0
-    PageRows(target, page_bytes, NoDownload(), lambda values: values).unpack(rows)
+    assert rows.shape == (3 * packing.row_bytes(4) // CELL_BYTES, CELL_BYTES)
+    keys, values = source.rows(4)
+    least_bytes = CELL_BYTES + keys.shape[1] + values.shape[1]
+    assert least_bytes <= packing.row_bytes(4) < least_bytes + CELL_BYTES
+    PageRows(target, None, NoDownload(), lambda values: values).unpack(rows)
     for sent, received in zip(source.pages(4), target.pages(4), strict=True):
         for page in range(NUM_PAGES):
             if page in chosen:
