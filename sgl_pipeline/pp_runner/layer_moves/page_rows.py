@@ -3,8 +3,8 @@
 A row is one place of a layer, a page or the state in a slot: the layer and the place's number
 (int64 each), its keys and values, or its two parts of a state, and zeros up to whole cells. All
 rows of a parcel belong to one layer. Links carry cells, because rows of layers differ: a state is
-often thirty times a page. On a GPU rows are gathered and put in place by kernels in the order of the
-steps, and cross beside them: nothing waits for a step, and no page is read while it is written.
+often thirty times a page. On a GPU rows are gathered and put in place by kernels in the order of
+the steps, and cross beside them: nothing waits for a step, and no page is read while it is written.
 Untested on hardware.
 """
 
