@@ -26,7 +26,7 @@ from sgl_pipeline.pp_runner.cuda.output_staging import DownloadBesideKernels
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import FlashInferParts
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.layer_moves.page_rows import PageRows
+from sgl_pipeline.pp_runner.layer_moves.page_rows import CELL_BYTES, PageRows
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.distributed_link import DistributedLink
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
@@ -120,7 +120,7 @@ def move_pages(streams: EmulatedStreams) -> None:
         streams.launch("a step", (), pool.pages(0))
         (read,) = leaving.tensors()
         read.tolist()
-        arrived = torch.zeros(2, rows.row_bytes, dtype=torch.uint8)
+        arrived = torch.zeros(2, rows.row_bytes(0), dtype=torch.uint8).view(-1, CELL_BYTES)
         rows.unpack(arrived)
         arrived.fill_(1)  # the link's buffer, used again
         streams.launch("a step", pool.pages(0))
