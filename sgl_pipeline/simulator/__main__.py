@@ -20,6 +20,7 @@ from sgl_pipeline.simulator.climb import Trial
 from sgl_pipeline.simulator.command_setting import (
     add_setting_flags,
     pipeline_of,
+    policies_of,
     scheduling_of,
     target_of,
     workload_of,
@@ -53,13 +54,13 @@ def _run(options: argparse.Namespace) -> int:
             "schedulers do not know; use --draft-acceptance without --pd",
         )
         run = FleetCommand(options, pipeline, scheduling_of(options), target)
-        for policy in options.policy:
+        for policy in policies_of(options, apart=True):
             for rate in options.rate:
                 run.row(ThrottleArgs(policy=policy), rate, workload_of(options, rate))
         return 0
     print(_describe(options, pipeline))
     print(_HEADER)
-    for policy in options.policy:
+    for policy in policies_of(options):
         for rate in options.rate:
             simulation = _simulate(options, pipeline, ThrottleArgs(policy=policy), rate)
             summary = summarize(simulation, target)
@@ -84,7 +85,7 @@ def _tune(options: argparse.Namespace) -> int:
         simulation = _simulate(options, pipeline, throttle, rate_per_s)
         return summarize(simulation, target).target_share or 0.0
 
-    for policy in options.policy:
+    for policy in policies_of(options):
         best: Trial[float] | None = None
         for trial in search(ThrottleArgs(policy=policy), attainment, options.needed_share):
             best = trial if best is None or trial.score > best.score else best

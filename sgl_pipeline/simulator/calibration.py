@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
@@ -90,6 +91,20 @@ class FittedCosts:
         """As `under`."""
         raise AssertionError("no layer has moved to a recorded stage")
 
+    def known(self, works: Iterable[StepWork]) -> StepPredictor:
+        """The knowledge of a server that has run for a while: step times of the stage that is the
+        slowest over `works`. A recorded stage is a layer, so that all stages are taken as alike; a
+        forecast that learns finds their speeds."""
+        seen = list(works)
+
+        def total_ms(stage: StepPredictor) -> float:
+            parts = map(stage.parts_ms, seen)
+            return sum(one.layer_ms + one.tail_ms for one in parts)
+
+        slowest = max(self.stages, key=total_ms).costs
+        weights = (1.0,) * self.num_stages
+        return StepPredictor(msgspec.structs.replace(slowest, layer_weights=weights))
+
     def slowed_by(self, factor: float) -> "FittedCosts":
         """The same pipeline on a machine whose stages take `factor` times as long."""
         noise = tuple(tuple(factor * one for one in step) for step in self.noise)
@@ -110,6 +125,16 @@ def fit_trace(path: str | Path) -> FittedCosts:
     """The costs of the run that wrote `path`; a file that has not changed is fitted once. Raises
     ConfigurationError as `fit_records`."""
     return _fit_file(str(path), Path(path).stat().st_mtime_ns)
+
+
+def known_of_trace(path: str | Path) -> StepPredictor:
+    """`FittedCosts.known` over the steps of `path`. Raises ConfigurationError as `fit_records`."""
+    return _known_file(str(path), Path(path).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _known_file(path: str, changed_ns: int) -> StepPredictor:
+    return _fit_file(path, changed_ns).known(record.work for record in read_trace(path))
 
 
 @lru_cache(maxsize=8)

@@ -13,6 +13,7 @@ from sgl_pipeline.args import (
     SCHEDULE_POLICIES,
     MigrationArgs,
     SchedulingArgs,
+    ThrottleArgs,
     require,
 )
 from sgl_pipeline.args.store_config import StoreConfig
@@ -37,6 +38,18 @@ from sgl_pipeline.simulator.workload import (
     poisson_arrivals,
     scaled_arrivals,
 )
+from sgl_pipeline.throttle import POLICY_TABLE
+
+DEFAULT_POLICIES = (ThrottleArgs().policy, "throttle", "sarathi")
+
+
+def policies_of(options: argparse.Namespace, *, apart: bool = False) -> tuple[str, ...]:
+    """The policies to compare; `apart`: with prefill and decode on pipelines of their own, where
+    those that budget time are not simulated."""
+    named: tuple[str, ...] | None = options.policy
+    if named is not None:
+        return named
+    return tuple(one for one in DEFAULT_POLICIES if not (apart and POLICY_TABLE[one].budgets_time))
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +85,12 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--pool-tokens", type=int, help="tokens that the KV pool holds")
     parser.add_argument("--mem-fraction-static", type=float, default=0.9)
-    parser.add_argument("--policy", type=_policies, default=("throttle", "sarathi"))
+    parser.add_argument(
+        "--policy",
+        type=_policies,
+        help=f"one or more, separated by commas (default: {','.join(DEFAULT_POLICIES)}, the first "
+        "of which is the server's; with --pd without those that budget time)",
+    )
     parser.add_argument(
         "--trace",
         default="azure_conv",
@@ -231,7 +249,11 @@ def pipeline_of(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
             "a recorded pipeline's trace does not tell the size of its pages; use "
             "--store-capacity-gb without --calibrate",
         )
-        return MeasuredPipeline(trace_path=options.calibrate, pool_tokens=options.pool_tokens)
+        return MeasuredPipeline(
+            trace_path=options.calibrate,
+            pool_tokens=options.pool_tokens,
+            forecast=options.forecast,
+        )
     hosts = None if options.hosts is None else read_host_network(Path(options.hosts))
     require(
         hosts is None or options.pp is None,

@@ -18,7 +18,7 @@ from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.tier_rules import TierRules
-from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace
+from sgl_pipeline.simulator.calibration import FittedCosts, fit_trace, known_of_trace
 from sgl_pipeline.simulator.forecasts import fitted_costs
 from sgl_pipeline.simulator.kernel_costs import DEVICES, part_seconds
 from sgl_pipeline.simulator.migration_setup import STILL, Migration
@@ -267,11 +267,13 @@ class Cluster:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPipeline:
     """Our own server as it was recorded: `trace_path` is what `--trace-path` wrote. Its stages take
-    `slowness` times as long as they did then."""
+    `slowness` times as long as they did then. `forecast` as in `Cluster`: `tables` are the fitted
+    costs, known from the start as on a server that has run for a while."""
 
     trace_path: str
     pool_tokens: int
     slowness: float = 1.0
+    forecast: Literal["tables", "online"] = "tables"
 
     def costs(self) -> FittedCosts:
         return fit_trace(self.trace_path).slowed_by(self.slowness)
@@ -288,7 +290,9 @@ class MeasuredPipeline:
     ) -> VirtualPipeline:
         """A new one, with nothing in it; its layers stay where they are."""
         costs = self.costs()
-        forecast = StepForecast(StagePlan(0, costs.layer_counts), learns=is_timed)
+        is_known = is_timed and self.forecast == "tables"
+        known = known_of_trace(self.trace_path) if is_known else None
+        forecast = StepForecast(StagePlan(0, costs.layer_counts), known, learns=is_timed)
         return VirtualPipeline(scheduler, costs, forecast)
 
 

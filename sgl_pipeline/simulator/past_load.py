@@ -10,10 +10,7 @@ runs of right ones as long; a request that had none is like all others together.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.output_lengths import OutputLengths, even_share
 from sgl_pipeline.pipeline.recent_load import PastRequest, RecentWork
@@ -104,17 +101,10 @@ class PastLoad:
         return replace(simulation, requests=served)
 
     def _forecast(self) -> StepForecast:
-        """The server's knowledge of its steps: the times of the slowest stage."""
-        works = [step.work for step in self.work.steps]
-
-        def total_ms(stage: StepPredictor) -> float:
-            parts = map(stage.parts_ms, works)
-            return sum(one.layer_ms + one.tail_ms for one in parts)
-
-        counts = self.costs.layer_counts
-        slowest = max(self.costs.stages, key=total_ms).costs
-        alike = msgspec.structs.replace(slowest, layer_weights=(1.0,) * len(counts))
-        return StepForecast(StagePlan(0, counts), StepPredictor(alike), learns=False)
+        """The server's knowledge of its steps."""
+        plan = StagePlan(0, self.costs.layer_counts)
+        known = self.costs.known(step.work for step in self.work.steps)
+        return StepForecast(plan, known, learns=False)
 
 
 def past_requests(past: Sequence[PastRequest]) -> list[SimulatedRequest]:

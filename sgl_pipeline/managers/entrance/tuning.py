@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_pipeline.args import POLICIES
+from sgl_pipeline.args import POLICIES, ThrottleArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.process_lifetime import child_environment
 
@@ -29,7 +29,8 @@ _Milliseconds = Annotated[float, Meta(gt=0.0, le=1e7)]
 
 class TuneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /pipeline/tune. `window_s` seconds of arrivals are run again, for at most
-    `timeout_s` seconds; `policies` are tried, by default the one in force and `throttle`."""
+    `timeout_s` seconds; `policies` are tried, by default the one in force, the server's
+    default and `throttle`."""
 
     ttft_ms: _Milliseconds
     tpot_ms: _Milliseconds
@@ -83,7 +84,9 @@ class Tuner:
 
         Raises RequestError: 503 where the task cannot be done, 500 where its process failed.
         """
-        policies = body.policies or tuple(dict.fromkeys((policy, "throttle")))
+        policies = body.policies or tuple(
+            dict.fromkeys((policy, ThrottleArgs().policy, "throttle"))
+        )
         task = _Task(
             work=msgspec.Raw(work),
             ttft_ms=body.ttft_ms,
