@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean
+from typing import Literal
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from support.served_steps import mixed_step
 
 from benchmark.forecasts.predictor_error import made_up_record
 from benchmark.support.recorded_run import slowness_of
-from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.costs.step_costs import LayerCost
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -26,6 +27,7 @@ from sgl_pipeline.simulator.calibration import (
     fitted_s,
     lone_layer,
 )
+from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.step_shape import StepShape
@@ -155,6 +157,28 @@ def test_no_part_of_a_fit_is_negative(tmp_path: Path) -> None:
         times_ms = (0.0, *layer.rows.times_ms)
         assert min(layer.rows.row_ms, layer.prefill_attended_ms, tail.row_ms) >= 0.0
         assert all(more >= less for less, more in pairwise(times_ms))
+
+
+@pytest.mark.parametrize(("forecast", "is_known"), [("tables", True), ("online", False)])
+def test_a_recorded_pipeline_knows_its_step_times_before_the_first_step(
+    forecast: Literal["tables", "online"], is_known: bool, tmp_path: Path
+) -> None:
+    path = recorded(tmp_path, simulation(TRUE, "sharegpt", 6.0))
+    pipeline = MeasuredPipeline(trace_path=str(path), pool_tokens=64_000, forecast=forecast)
+    requests = poisson_arrivals(load_trace("azure_conv", 5), 2.0, Random(0))
+    steps = simulate(
+        pipeline, ThrottleArgs(policy="throttle-time"), SchedulingArgs(), requests
+    ).steps
+    assert (steps[0].record.budget_ms is not None) == is_known
+
+
+@pytest.mark.parametrize("slowest", [0, 1])
+def test_the_slowest_stage_is_what_a_server_knows(slowest: int) -> None:
+    stages = TRUE.stages if slowest else TRUE.stages[::-1]
+    known = replace(TRUE, stages=stages).known([prompt_rows(40), StepWork(8, 8, 400, 0, 8)])
+    assert known.costs.tail == stages[slowest].costs.tail != stages[1 - slowest].costs.tail
+    # Layers are taken as alike, whichever stage has them.
+    assert known.costs.layer_weights == (1.0, 1.0)
 
 
 def test_a_short_trace_is_refused(tmp_path: Path) -> None:

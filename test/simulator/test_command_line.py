@@ -38,6 +38,18 @@ def test_policies_and_rates_make_a_table(
     assert len(records[0].stages) == 4
 
 
+def test_unless_policies_are_named_the_default_of_the_server_comes_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["run", *SMALL]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["throttle-time", "throttle", "sarathi"]
+    # Prefill and decode apart are simulated without policies that budget time.
+    assert main(["run", *SMALL, "--device", "a100-80g", "--pd", "1:1"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["throttle", "sarathi"]
+
+
 def test_state_slots_bound_the_requests_that_run(tmp_path: Path) -> None:
     arguments = ["run", *SMALL, "--rate", "inf", "--policy", "throttle", "--disable-radix-cache"]
     most = {}
