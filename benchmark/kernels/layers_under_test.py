@@ -125,12 +125,13 @@ class TransformersLayers:
 
     def __init__(self, published: PublishedLayers) -> None:
         import transformers
+        from transformers.initialization import no_init_weights
 
         names = published.full_config(published.others)
         del names["architectures"]
         config = getattr(transformers, published.transformers_config)(**names)
         self._hidden_size = config.hidden_size
-        with transformers.initialization.no_init_weights():
+        with no_init_weights():
             self._model = transformers.AutoModel.from_config(config, dtype=DTYPE).eval()
         weights = MadeUpWeights(DTYPE, CPU)
         for name, parameter in self._model.named_parameters():
