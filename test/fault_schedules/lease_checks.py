@@ -37,7 +37,7 @@ def _check_lent_pages(scheduler: StepScheduler) -> None:
     if not leases:
         assert lent.num_pages == 0, "pages count as lent that are not"
         return
-    runs = [node.run for node in pages._storage.cached_nodes() if node.run is not None]
+    runs = [node.run for node in pages.storage.cached_nodes() if node.run is not None]
     cached = {page for run in runs for page in run.pages}
     locked = {page for run in runs if run.lock_count for page in run.pages}
     held = {page for one in pages._holdings for page in one.pages}

@@ -128,7 +128,7 @@ class TierDriver:
             while node is not None and node not in covered:
                 covered.add(node)
                 node = node.parent
-        for node in self._core.scheduler._pages._storage.cached_nodes():
+        for node in self._core.scheduler._pages.storage.cached_nodes():
             assert node.run is not None
             is_saved = node.run.num_saved == len(node.run.pages)
             assert is_saved or node in covered, "a page will never be saved"
@@ -155,7 +155,7 @@ class TierDriver:
             and not (log is not None and log.owes)
         )
         in_store = self._in_store.union(record.page_hash for record in self._tier.commits)
-        for node in scheduler._pages._storage.cached_nodes():
+        for node in scheduler._pages.storage.cached_nodes():
             assert node.run is not None
             num_saved = node.run.num_saved
             assert in_store.issuperset(hashes_of(node, page_size)[:num_saved])

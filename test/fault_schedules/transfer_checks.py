@@ -11,12 +11,12 @@ def check_transfers(scheduler: StepScheduler) -> None:
     if not (loads or saves or held._held or held._withdrawn):
         return
     pages = scheduler._pages
-    runs = [node.run for node in pages._storage.cached_nodes() if node.run is not None]
+    runs = [node.run for node in pages.storage.cached_nodes() if node.run is not None]
     locked = {page for run in runs if run.lock_count for page in run.pages}
     kept = {page for save in saves.values() for page in save.pages}
     assert locked.issuperset(kept), "a page that is saved may be evicted"
     offered = {page for one in held._held.values() for page in one.pages}
-    offered.update(*map(pages._storage.pages_of, held._withdrawn.values()))
+    offered.update(*map(pages.storage.pages_of, held._withdrawn.values()))
     assert locked.issuperset(offered), "a page that a peer may read may be evicted"
     if not loads:
         return

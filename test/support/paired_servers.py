@@ -554,5 +554,5 @@ class RoomWorld:
                 assert not server.rooms._halves.wanted, "rooms without a request"
             server.tier.use(None, RULES)  # pages may be on their way to a store
             pages = server.core.scheduler._pages
-            assert pages._storage.locked_pages == 0, "pages are still locked"
-            assert pages.num_free + pages._storage.evictable_pages == pages.num_pages
+            assert pages.storage.locked_pages == 0, "pages are still locked"
+            assert pages.num_free + pages.storage.evictable_pages == pages.num_pages

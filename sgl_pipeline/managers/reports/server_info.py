@@ -98,6 +98,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "is_paused": state.is_paused,
         "free_pages": state.load.free_pages,
         "free_state_slots": state.free_state_slots,
+        "evictable_state_slots": state.evictable_state_slots,
         "waiting_tokens": state.load.waiting_tokens,
         "num_waiting_requests": state.waiting_requests,
         "num_running_requests": state.running_requests,
