@@ -33,14 +33,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
         return self.page_size * self.total_pages
 
     def in_force(self, asked: SchedulingArgs) -> SchedulingArgs:
-        """`asked` with the page size and state slots of the server; with states it has no radix
-        cache."""
-        return replace(
-            asked,
-            page_size=self.page_size,
-            num_state_slots=self.state_slots,
-            radix_cache=asked.radix_cache and not self.state_slots,
-        )
+        """`asked` with the page size and state slots of the server."""
+        return replace(asked, page_size=self.page_size, num_state_slots=self.state_slots)
 
 
 class _Info(msgspec.Struct, frozen=True):

@@ -374,4 +374,5 @@ class PipelineCore:
             tenants=() if scheduler.shares is None else scheduler.shares.states(),
             state_slots=scheduler.state_slots.num_slots,
             free_state_slots=scheduler.state_slots.num_free,
+            evictable_state_slots=scheduler.state_slots.num_evictable,
         )

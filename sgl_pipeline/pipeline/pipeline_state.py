@@ -135,7 +135,8 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
 
     `load` counts exactly, `naive_load` whole prompts and free pages without the cached ones. Of the
     free pages of `load`, `unused_pages` hold nothing, the others cached prefixes. Of `state_slots`
-    (0: the model has no states) `free_state_slots` have no owner.
+    (0: the model has no states) `free_state_slots` have no owner, and `evictable_state_slots` hold
+    snapshots for cached prefixes, which give way to requests.
     `waiting_requests` are in the queue, `compiling_requests` wait for their grammar before it.
     `queued_tokens` are all prompt tokens of the queue, cached or not, `decoding_tokens` all tokens
     of decoding requests. The totals since the start: tokens scheduled (`prefill_tokens`,
@@ -179,6 +180,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[TenantState, ...] = ()
     state_slots: int = 0
     free_state_slots: int = 0
+    evictable_state_slots: int = 0
 
     @property
     def current_move(self) -> MoveRecord | None:
@@ -213,8 +215,13 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_usage(self) -> float:
-        """Share of the state slots that have an owner; 0.0 in a model without states."""
-        return (self.state_slots - self.free_state_slots) / max(1, self.state_slots)
+        """Share of the state slots in use; 0.0 in a model without states."""
+        return self.used_state_slots / max(1, self.state_slots)
+
+    @property
+    def used_state_slots(self) -> int:
+        """State slots that no request could get now."""
+        return self.state_slots - self.free_state_slots - self.evictable_state_slots
 
     @property
     def cache_hit_rate(self) -> float:

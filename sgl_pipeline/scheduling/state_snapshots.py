@@ -61,10 +61,13 @@ class StateSnapshots:
         return len(self._storage.snapshots) - len(self._pinned) + self._num_held
 
     def evict(self) -> None:
-        """Frees the slot of the least recently used snapshot, or of one that is held."""
+        """Frees the slot of the least recently used snapshot that no waiting request wants, else of
+        one that is wanted, or held."""
         idle = (node for node in self._storage.snapshots if node not in self._pinned)
         # Whatever can use a node can use those above it: of equally recent ones the last goes.
-        node = min(idle, key=lambda one: (one.last_used, -one.end), default=None)
+        node = min(
+            idle, key=lambda one: (one.num_waiting > 0, one.last_used, -one.end), default=None
+        )
         if node is not None:
             self._slots.put_back(self._storage.detach(node))
             self._free_pages(self._storage.drop_useless(node))

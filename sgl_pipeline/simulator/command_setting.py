@@ -119,8 +119,8 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         "--max-mamba-cache-size",
         type=int,
         default=SchedulingArgs().num_state_slots,
-        help="state slots, of which each running request owns one, as the server's flag; 0: the "
-        "model has no states",
+        help="state slots, of which each running request owns one and cached prefixes take the "
+        "rest, as the server's flag; 0: the model has no states",
     )
     parser.add_argument("--disable-radix-cache", action="store_true")
     defaults = MigrationArgs()

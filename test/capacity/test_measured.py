@@ -24,19 +24,12 @@ def facts_of(told: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> Server
     return MeasuredServer("http://any", client, load).facts()
 
 
-def test_the_slots_of_a_server_with_states_are_predicted_and_no_radix_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    facts = facts_of({"state_slots": 3}, monkeypatch)
-    scheduling = facts.in_force(SchedulingArgs(max_running_requests=8))
-    assert (scheduling.num_state_slots, scheduling.radix_cache) == (3, False)
-    assert (scheduling.page_size, scheduling.most_running_requests) == (4, 3)
-
-
+@pytest.mark.parametrize("slots", [0, 3])
 @pytest.mark.parametrize("radix_cache", [True, False])
-def test_a_server_without_states_is_predicted_with_the_cache_that_was_asked_for(
-    radix_cache: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_slots_of_a_server_are_predicted_with_the_cache_that_was_asked_for(
+    slots: int, radix_cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = facts_of({"state_slots": 0}, monkeypatch)
-    scheduling = facts.in_force(SchedulingArgs(radix_cache=radix_cache))
-    assert (scheduling.num_state_slots, scheduling.radix_cache) == (0, radix_cache)
+    facts = facts_of({"state_slots": slots}, monkeypatch)
+    scheduling = facts.in_force(SchedulingArgs(max_running_requests=8, radix_cache=radix_cache))
+    assert (scheduling.num_state_slots, scheduling.radix_cache) == (slots, radix_cache)
+    assert (scheduling.page_size, scheduling.most_running_requests) == (4, slots or 8)

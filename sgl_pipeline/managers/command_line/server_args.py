@@ -97,6 +97,9 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)
+    if pipeline.scheduling.num_state_slots:
+        # Upstream's own cache of states, which is not used, wants this on CPUs.
+        options.disable_overlap_schedule = True
     options.model_path, options.dtype = model_path, stages.dtype
     options.context_length = spec.context_length
     options.json_model_override_args = _config_of_front(

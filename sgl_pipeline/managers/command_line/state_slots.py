@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 SLOTS_FLAG, RATIO_FLAG = "--max-mamba-cache-size", "--mamba-full-memory-ratio"
 DEFAULT_RATIO = 0.9  # SGLang's
+# With the radix cache, slots for each request that may run: its own, and two of snapshots. SGLang
+# counts on as many (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO).
+SLOTS_PER_REQUEST = 3
 
 
 def settle_state_slots(
@@ -23,22 +26,16 @@ def settle_state_slots(
     """The number of state slots of a model whose slot takes `slot_bytes` in all layers; 0 for one
     without states (0 bytes).
 
-    It is `--max-mamba-cache-size`, else `max_running_requests`, or as many as fit into the share
-    of memory that SGLang gives to states: beside `weight_bytes` of weights, `ratio / (1 + ratio)`.
-    Switches the radix cache off in `options`, which a line says. Raises ConfigurationError for
-    flags that cannot be honored, or where not one slot fits.
+    It is `--max-mamba-cache-size`, else one for each of `max_running_requests` and, with the radix
+    cache, twice as many for snapshots; or as many as fit into the share of memory that SGLang gives
+    to states: beside `weight_bytes` of weights, `ratio / (1 + ratio)`. Raises ConfigurationError
+    for flags that cannot be honored, or where not one slot fits.
     """
     slots, ratio = options.max_mamba_cache_size, options.mamba_full_memory_ratio
     if not slot_bytes:
         for flag, value in ((SLOTS_FLAG, slots), (RATIO_FLAG, ratio)):
             require(value is None, f"{flag} {value} is for models with states; this one has none")
         return 0
-    if not options.disable_radix_cache:
-        options.disable_radix_cache = True
-        logger.warning(
-            "the radix cache is off, as with --disable-radix-cache: it keeps pages and no states, "
-            "which this model needs for a prefix"
-        )
     if slots is not None:
         at_least(1)(SLOTS_FLAG, slots)
         require(ratio is None, f"{RATIO_FLAG} {ratio} does nothing beside {SLOTS_FLAG}; give one")
@@ -63,7 +60,8 @@ def settle_state_slots(
             RATIO_FLAG,
             ratio,
         )
-    return min(num_fitting, max_running_requests)
+    slots_each = 1 if options.disable_radix_cache else SLOTS_PER_REQUEST
+    return min(num_fitting, slots_each * max_running_requests)
 
 
 def weight_file_bytes(model_path: str) -> int:

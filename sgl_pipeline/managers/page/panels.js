@@ -39,7 +39,8 @@ export class Panels {
       ["Waiting", figure(tick.waiting), tick.compiling ? `+ ${tick.compiling} compile` : ""],
       ["First token, p50", duration(last("ttft50"))], ["Per token, p50", duration(last("tpot50"))],
       ["Pages free", percent(tick.free_pages / tick.total_pages)], ["Stages idle", percent(idle)],
-      ...(tick.state_slots ? [["State slots", figure(tick.state_slots[0]), `of ${figure(tick.state_slots[1])}`]] : []),
+      ...(tick.state_slots ? [["State slots", figure(tick.state_slots[0]),
+        `of ${figure(tick.state_slots[2])}, + ${figure(tick.state_slots[1])} cached`]] : []),
     ]);
     this.#throttle(tick, facts);
     this.#pages(tick);

@@ -48,8 +48,7 @@ class MeasuringWorker:
         """Waits for the worker, and determines its place."""
         hello = self._receive()
         assert isinstance(hello, WorkerHello)
-        slots = stages.num_state_slots
-        scheduling = SchedulingArgs(num_state_slots=slots, radix_cache=not slots)
+        scheduling = SchedulingArgs(num_state_slots=stages.num_state_slots)
         args = PipelineArgs(stages=stages, scheduling=scheduling, run_directory=run_directory)
         plan = StagePlan(0, even_layer_counts(num_layers, stages.num_stages))
         self._assignment = assign([hello] * stages.num_stages, plan, args)[0]

@@ -42,7 +42,8 @@ def status_line(since: PipelineState, state: PipelineState) -> str:
         replacing += f", {state.plan.num_stages} of {state.configured_stages} stages"
     slots = ""
     if state.state_slots:
-        slots = f"free state slots {state.free_state_slots} of {state.state_slots}, "
+        unused = state.state_slots - state.used_state_slots
+        slots = f"free state slots {unused} of {state.state_slots}, "
     slow = "".join(
         f", stage {number} slow ({stage.slowdown:.1f} times)"
         for number, stage in state.slow_stages.items()

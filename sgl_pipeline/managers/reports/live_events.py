@@ -49,7 +49,8 @@ def describe_tick(tick: LiveTick, num_viewers: int) -> dict[str, Any]:
     if state.drafts.most_each:
         optional["drafts"] = _drafts(state.drafts)
     if state.state_slots:
-        optional["state_slots"] = [state.state_slots - state.free_state_slots, state.state_slots]
+        cached = state.evictable_state_slots
+        optional["state_slots"] = [state.used_state_slots, cached, state.state_slots]
     if state.rooms is not None:
         optional["rooms"] = _rooms(state.rooms)
     if state.tenants:

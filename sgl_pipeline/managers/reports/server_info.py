@@ -99,6 +99,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "free_pages": state.load.free_pages,
         "state_slots": state.state_slots,
         "free_state_slots": state.free_state_slots,
+        "evictable_state_slots": state.evictable_state_slots,
         "waiting_tokens": state.load.waiting_tokens,
         "num_waiting_requests": state.waiting_requests,
         "num_running_requests": state.running_requests,

@@ -167,8 +167,9 @@ HELP = {
     "--chunked-prefill-size.",
     "speculative_algorithm": "NGRAM: decodes carry guesses at their next tokens, looked up in the "
     "request's own prompt and output, where a step has time for them. No token changes.",
-    "max_mamba_cache_size": "State slots of a model with states: a running request owns one "
-    "(default: --max-running-requests, or as many as fit).",
+    "max_mamba_cache_size": "State slots of a model with states: a running request owns one, and "
+    "cached prefixes take what is left (default: 3 times --max-running-requests, once with "
+    "--disable-radix-cache, or as many as fit).",
     "mamba_full_memory_ratio": "Memory for states to memory for pages, without "
     "--max-mamba-cache-size (default: 0.9).",
     "speculative_num_draft_tokens": "Most tokens of a decode in a step, its own and the guesses "

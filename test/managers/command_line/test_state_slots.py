@@ -29,21 +29,30 @@ def options_of(**given: object) -> argparse.Namespace:
     return argparse.Namespace(**values | {"disable_radix_cache": False} | given)
 
 
-def test_the_flag_is_the_number_and_the_radix_cache_is_off(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("disabled", [False, True])
+def test_the_flag_is_the_number_and_the_radix_cache_is_as_asked(
+    disabled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = options_of(max_mamba_cache_size=7)
+    options = options_of(max_mamba_cache_size=7, disable_radix_cache=disabled)
     assert settle_state_slots(options, MIB, 256, 0) == 7
-    assert options.disable_radix_cache
-    (record,) = caplog.records
-    assert record.getMessage().startswith("the radix cache is off, as with --disable-radix-cache")
+    assert options.disable_radix_cache is disabled
+    assert not caplog.records
 
 
-def test_without_the_flag_each_running_request_has_a_slot(
+@pytest.mark.parametrize(("disabled", "slots"), [(False, 48), (True, 16)])
+def test_without_the_flag_there_are_slots_for_running_requests_and_for_snapshots(
+    disabled: bool, slots: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert settle_state_slots(options_of(disable_radix_cache=disabled), MIB, 16, 0) == slots
+    assert not caplog.records
+
+
+def test_snapshots_get_what_memory_leaves_beside_the_running_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert settle_state_slots(options_of(disable_radix_cache=True), MIB, 16, 0) == 16
+        assert settle_state_slots(options_of(), MIB, 100, 0) == 142
     assert not caplog.records
 
 
@@ -87,12 +96,14 @@ def test_a_model_without_states_keeps_its_radix_cache() -> None:
     assert not options.disable_radix_cache
 
 
-def test_a_server_of_such_a_model_has_slots_and_no_radix_cache(model: str) -> None:
+def test_a_server_of_such_a_model_has_slots_and_its_radix_cache(model: str) -> None:
     flags = ["--model-path", model, "--device", "cpu", "--max-running-requests", "6"]
     plan = parse_command_line(flags)
     scheduling = plan.pipeline.scheduling
+    assert (scheduling.num_state_slots, scheduling.radix_cache) == (18, True)
+    assert not plan.upstream.disable_radix_cache and plan.pipeline.log_mib == 0
+    scheduling = parse_command_line([*flags, "--disable-radix-cache"]).pipeline.scheduling
     assert (scheduling.num_state_slots, scheduling.radix_cache) == (6, False)
-    assert plan.upstream.disable_radix_cache and plan.pipeline.log_mib == 0
 
 
 @pytest.mark.parametrize(
@@ -120,6 +131,8 @@ def test_a_server_of_such_a_model_has_slots_and_no_radix_cache(model: str) -> No
             ["--speculative-algorithm", "NGRAM"],
             "--speculative-algorithm NGRAM is not built for models with states",
         ),
+        (["--schedule-policy", "lpm"], "--schedule-policy lpm is not built for models with states"),
+        (["--schedule-policy", "dfs-weight"], "--schedule-policy dfs-weight is not built"),
         (["--enable-lora"], "--enable-lora"),
     ],
 )

@@ -67,7 +67,7 @@ def test_an_idle_server_says_nothing_and_the_next_interval_begins_with_the_next_
 def test_the_line_says_how_many_state_slots_are_free(pipeline: FakePipeline) -> None:
     before, now = pipeline.core.state(0.0), pipeline.core.state(10.0)
     assert "state slots" not in status_line(before, now)
-    now = msgspec.structs.replace(now, state_slots=8, free_state_slots=5)
+    now = msgspec.structs.replace(now, state_slots=8, free_state_slots=3, evictable_state_slots=2)
     assert ", free state slots 5 of 8, " in status_line(before, now)
 
 

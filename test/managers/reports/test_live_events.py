@@ -56,8 +56,11 @@ def test_drafts_are_told_where_the_server_has_any() -> None:
 def test_state_slots_are_told_where_the_model_has_states() -> None:
     state = movable_core(2, 2).state(50.0)
     assert "state_slots" not in told(state)
-    event = told(msgspec.structs.replace(state, state_slots=8, free_state_slots=5))
-    assert event["state_slots"] == [3, 8]
+    state = msgspec.structs.replace(
+        state, state_slots=8, free_state_slots=3, evictable_state_slots=2
+    )
+    event = told(state)
+    assert event["state_slots"] == [3, 2, 8]
 
 
 def test_an_ended_request_has_its_times_and_nothing_that_it_said() -> None:

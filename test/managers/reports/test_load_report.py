@@ -61,7 +61,7 @@ def test_a_report_tells_what_runs_what_waits_and_what_is_full(tmp_path: Path) ->
 
 
 def test_the_fuller_of_pages_and_state_slots_is_the_usage(tmp_path: Path) -> None:
-    args = SchedulingArgs(page_size=4, num_state_slots=2, radix_cache=False)
+    args = SchedulingArgs(page_size=4, num_state_slots=4)
     policy = make_policy(ThrottleArgs(policy="sarathi"))
     steps = StepScheduler(args, policy, num_pages=10, num_stages=1, context_length=100)
     pipeline = FakePipeline(steps, page_size=4)
@@ -70,11 +70,15 @@ def test_the_fuller_of_pages_and_state_slots_is_the_usage(tmp_path: Path) -> Non
     steps.add(make_request("a", [1] * 8, 10))
     pipeline.schedule()
     state = pipeline.core.state(1.0)
-    assert (state.state_slots, state.free_state_slots, state.state_usage) == (2, 1, 0.5)
+    # Its own slot and that of its snapshot, which is not matchable yet.
+    assert (state.state_slots, state.free_state_slots, state.evictable_state_slots) == (4, 2, 0)
+    assert state.state_usage == 0.5
     load = report.publish(state)
-    assert (load.token_usage, load.max_running_requests) == (0.5, 2)
-    report.close()
+    assert (load.token_usage, load.max_running_requests) == (0.5, 4)
     pipeline.drain()
+    state = pipeline.core.state(2.0)
+    assert (state.free_state_slots, state.evictable_state_slots, state.state_usage) == (3, 1, 0.0)
+    report.close()
 
 
 def test_a_report_has_upstreams_counts_of_rooms(tmp_path: Path) -> None:

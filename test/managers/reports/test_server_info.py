@@ -39,6 +39,7 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
     assert " tokens in int8, policy" in summarize_start(facts | {"kv_cache_dtype": "int8"})
     assert ", 8 state slots, policy" in summarize_start(facts | {"state_slots": 8})
     assert (facts["state_slots"], facts["free_state_slots"]) == (0, 0)
+    assert facts["evictable_state_slots"] == 0
     core.migration.move_to((1, 3), 1.0)
     stages_get_ready(core, 2.0)
     stages_switch(core, 3.0)
@@ -49,7 +50,7 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
 
 @pytest.mark.parametrize(("num_state_slots", "most"), [(0, 256), (3, 3), (300, 256)])
 def test_the_page_tells_how_many_requests_run_at_once(num_state_slots: int, most: int) -> None:
-    scheduling = SchedulingArgs(num_state_slots=num_state_slots, radix_cache=not num_state_slots)
+    scheduling = SchedulingArgs(num_state_slots=num_state_slots)
     args = PipelineArgs(stages=StageArgs(model_path="", dtype="float32"), scheduling=scheduling)
     page = describe_page(args, SimpleNamespace(served_model_name="m"))
     assert page["max_running_requests"] == most

@@ -1,0 +1,209 @@
+"""Random traffic with states and the radix cache: counts, hits and parking are those counted anew
+after each operation, and what breaks the rules of snapshots is found."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
+from support.pipelines import make_request
+from support.snapshot_oracle import check_slots_in_flight, check_snapshot_demand
+
+from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.requests import Request
+from sgl_pipeline.scheduling.radix_tree import RadixNode
+from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
+from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
+from test.scheduling.test_step_scheduler_stateful import SchedulerMachine
+
+
+class SnapshotMachine(SchedulerMachine):
+    """The same traffic, always with snapshots, in other respects with fewer settings."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        num_pages=st.integers(4, 20),
+        num_stages=st.integers(1, 3),
+        duplicate_prefills=st.sampled_from([False, False, True]),
+        max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
+        num_state_slots=st.sampled_from([1, 2, 3, 5, 9]),
+        preemption_threshold=st.sampled_from([None, 0]),
+        fair_shares_by=st.sampled_from([None, "user"]),
+    )
+    def start(
+        self,
+        page_size: int,
+        num_pages: int,
+        num_stages: int,
+        duplicate_prefills: bool,
+        max_prefill_tokens: int,
+        num_state_slots: int,
+        preemption_threshold: int | None,
+        fair_shares_by: str | None,
+    ) -> None:
+        SchedulerMachine.start(
+            self,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_stages=num_stages,
+            extra=0,
+            radix_cache=True,
+            policy="sarathi",
+            accounting="radix",
+            schedule_policy="fcfs",
+            max_overtakes=0,
+            duplicate_prefills=duplicate_prefills,
+            max_prefill_tokens=max_prefill_tokens,
+            max_running=16,
+            num_state_slots=num_state_slots,
+            max_queued=None,
+            max_decodes=None,
+            preemption_threshold=preemption_threshold,
+            draft_tokens=0,
+            fair_shares_by=fair_shares_by,
+            timeouts_s=(None, None),
+            costs=None,
+            dynamic_chunking=False,
+            targets_ms=(None, None),
+        )
+
+    @rule(
+        prefix=st.lists(st.integers(0, 1), min_size=4, max_size=8),
+        ends=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=2, max_size=4),
+        count=st.integers(0, 3),
+    )
+    def add_with_shared_prefix(self, prefix: list[int], ends: list[list[int]], count: int) -> None:
+        self.add_plain([*prefix, 0])
+        self.run_steps(count)
+        for end in ends:
+            self.add_plain([*prefix, *end])
+
+    def add_plain(self, prompt_ids: list[int]) -> None:
+        request = make_request(str(len(self.added)), prompt_ids, 2)
+        request.arrival_s = self.pipeline.now_s
+        if len(prompt_ids) + 1 <= self.pool_tokens:
+            self.scheduler.add(request)
+            self.added.append(request)
+
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.pipeline.fill()
+            if self.pipeline.steps_in_flight:
+                self.pipeline.complete()
+            self.counts_are_those_counted_anew()
+
+    @invariant()
+    def counts_are_those_counted_anew(self) -> None:
+        check_snapshot_demand(self.scheduler)
+        check_slots_in_flight(self.scheduler)
+
+
+TestSnapshotsUnderRandomTraffic = SnapshotMachine.TestCase
+TestSnapshotsUnderRandomTraffic.settings = settings(
+    max_examples=120,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+# Random, but the same in every run; nothing is made smaller.
+FIXED = settings(
+    max_examples=500,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+)
+
+
+def _without_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot may be evicted before its reader has begun."""
+    open_request = StateSnapshots.open
+
+    def unpinned(self: StateSnapshots, *args: object) -> None:
+        open_request(self, *args)  # type: ignore[arg-type]
+        self._pinned.clear()
+
+    monkeypatch.setattr(StateSnapshots, "open", unpinned)
+    monkeypatch.setattr(StateSnapshots, "_unpin", lambda *_: None)
+
+
+def _matchable_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot may be matched while the step that writes it is in flight."""
+    come_back = StateSnapshots.come_back
+
+    def hasty(self: StateSnapshots, request: Request) -> int:
+        progress = self._running[request]
+        progress.held += progress.in_flight
+        self._num_held += len(progress.in_flight)
+        progress.in_flight.clear()
+        return come_back(self, request)
+
+    monkeypatch.setattr(StateSnapshots, "come_back", hasty)
+
+
+def _freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of a snapshot is free while a node still has it."""
+    attach = StateSnapshots.attach
+
+    def careless(self: StateSnapshots, request, path):  # type: ignore[no-untyped-def]
+        held = list(self._running[request].held)
+        attach(self, request, path)
+        for one in held:
+            if one not in self._running[request].held:
+                self._slots._free.append(one.slot)
+
+    monkeypatch.setattr(StateSnapshots, "attach", careless)
+
+
+def _claims_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are parked at nodes that nobody brings any more."""
+
+    def stays(
+        self: SnapshotDemand, path: RadixNode, above: RadixNode, num_tokens: int
+    ) -> RadixNode:
+        node = path
+        while node is not above and node.end > num_tokens:
+            assert node.parent is not None
+            node = node.parent
+        return node
+
+    monkeypatch.setattr(SnapshotDemand, "advance", stays)
+
+
+def _not_counted_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new or a lost snapshot means for the nodes above is forgotten."""
+    monkeypatch.setattr(SnapshotDemand, "_walk_up", lambda *_: None)
+
+
+def _not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upper half of a split node has no counts."""
+    monkeypatch.setattr(SnapshotDemand, "_on_split", staticmethod(lambda *_: None))
+
+
+def test_nothing_is_found_in_the_same_traffic_as_it_is() -> None:
+    run_state_machine_as_test(SnapshotMachine, settings=FIXED)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        _without_pins,
+        _matchable_at_once,
+        _freed_twice,
+        _claims_stay,
+        _not_counted_above,
+        _not_split,
+    ],
+)
+def test_what_breaks_the_rules_is_found(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    # A stage that asserts is seen as one whose report is missing.
+    with pytest.raises((AssertionError, KeyError, ProtocolError)):
+        run_state_machine_as_test(SnapshotMachine, settings=FIXED)
