@@ -119,8 +119,8 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         "--max-mamba-cache-size",
         type=int,
         default=SchedulingArgs().num_state_slots,
-        help="state slots, of which each running request owns one, as the server's flag; 0: the "
-        "model has no states",
+        help="state slots, of which each running request owns one, as the server's flag; there is "
+        "no radix cache then; 0: the model has no states",
     )
     parser.add_argument("--disable-radix-cache", action="store_true")
     defaults = MigrationArgs()
@@ -225,7 +225,7 @@ def scheduling_of(options: argparse.Namespace) -> SchedulingArgs:
         max_overtakes=options.max_overtakes,
         max_running_requests=options.max_running_requests,
         num_state_slots=options.max_mamba_cache_size,
-        radix_cache=not options.disable_radix_cache,
+        radix_cache=not options.disable_radix_cache and not options.max_mamba_cache_size,
         extra_steps_in_flight=options.extra_steps_in_flight,
         draft_tokens=simulated_draft_tokens(options),
     )
@@ -295,6 +295,10 @@ def _store(options: argparse.Namespace) -> StoreCosts | None:
     if options.store_capacity_gb is None:
         return None
     require(options.store_latency_ms >= 0, "--store-latency-ms must not be below 0")
+    require(
+        not options.max_mamba_cache_size,
+        "a store keeps pages and no states; use --store-capacity-gb without --max-mamba-cache-size",
+    )
     return StoreCosts(
         capacity_bytes=options.store_capacity_gb * 1e9,
         read_bytes_per_s=options.store_read_gb_per_s * 1e9,

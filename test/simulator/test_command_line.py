@@ -51,7 +51,7 @@ def test_unless_policies_are_named_the_default_of_the_server_comes_first(
 
 
 def test_state_slots_bound_the_requests_that_run(tmp_path: Path) -> None:
-    arguments = ["run", *SMALL, "--rate", "inf", "--policy", "throttle", "--disable-radix-cache"]
+    arguments = ["run", *SMALL, "--rate", "inf", "--policy", "throttle"]
     most = {}
     for slots in ("0", "3"):
         steps = tmp_path / f"{slots}.jsonl"
@@ -59,6 +59,19 @@ def test_state_slots_bound_the_requests_that_run(tmp_path: Path) -> None:
         assert main([*arguments, *own]) == 0
         most[slots] = max(record.running_decodes for record in read_trace(steps))
     assert most["3"] == 3 < most["0"]
+
+
+def test_with_state_slots_prefixes_are_computed_by_each_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As on the server, which keeps no prefixes of models with states."""
+    arguments = ["run", *SMALL, "--rate", "inf", "--policy", "throttle", "--hit-rate", "0.8"]
+    arguments += ["--max-mamba-cache-size", "16"]
+    rows = set()
+    for flags in ([], ["--disable-radix-cache"]):
+        assert main([*arguments, *flags]) == 0
+        rows.add(capsys.readouterr().out)
+    assert len(rows) == 1
 
 
 def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +119,10 @@ def test_what_drafts_gave_stands_below_the_row_of_its_run(
         (
             ["--store-capacity-gb", "1", "--calibrate", "steps.jsonl", "--pool-tokens", "9999"],
             "without --calibrate",
+        ),
+        (
+            ["--store-capacity-gb", "1", "--max-mamba-cache-size", "4"],
+            "--store-capacity-gb without --max-mamba-cache-size",
         ),
     ],
 )
@@ -229,6 +246,7 @@ def test_prefill_and_decode_apart_have_a_table_of_their_own(
         (["--policy", "throttle-time"], "not simulated with prefill and decode apart"),
         (["--disable-radix-cache"], "found in the radix cache"),
         (["--draft-acceptance", "0.5"], "--draft-acceptance without --pd"),
+        (["--max-mamba-cache-size", "4"], "--max-mamba-cache-size without --pd"),
         (["--calibrate", "steps.jsonl", "--pool-tokens", "9999"], "without --calibrate"),
     ],
 )
