@@ -35,7 +35,8 @@ def build_core(
 ) -> PipelineCore:
     """The pipeline over stages of this capacity, with all that may change while it serves."""
     steps = StepScheduler(
-        args.scheduling,
+        # Stages may have fewer slots than were asked for, as they may have fewer pages.
+        dataclasses.replace(args.scheduling, num_state_slots=capacity.num_state_slots),
         make_policy(args.throttle),
         num_pages=capacity.num_pages,
         num_stages=args.stages.num_stages,

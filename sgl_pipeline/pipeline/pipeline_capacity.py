@@ -8,9 +8,10 @@ from sgl_pipeline.wire.stage_messages import StageLoaded
 
 @dataclass(frozen=True, slots=True)
 class PipelineCapacity:
-    """Its plan, pages (the minimum over stages) and each stage's report of its load. `predicted_ms`
-    is each stage's time in a typical step, if it was measured; `layer_page_bytes` the bytes of a
-    page in one layer, the mean over them; each boundary log has room for `log_pages` pages."""
+    """Its plan, pages and state slots (minima over stages) and each stage's report of its load.
+    `predicted_ms` is each stage's time in a typical step, if it was measured; `layer_page_bytes`
+    the bytes of a page in one layer, the mean over them; each boundary log has room for `log_pages`
+    pages."""
 
     plan: StagePlan
     predicted_ms: tuple[float, ...] | None
@@ -20,3 +21,4 @@ class PipelineCapacity:
     layer_kernels: str
     layer_page_bytes: int
     log_pages: int = 0
+    num_state_slots: int = 0

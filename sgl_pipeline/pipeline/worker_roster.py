@@ -266,6 +266,7 @@ class WorkerRoster(StageWorkers):
             sum(stage.page_bytes for stage in loaded)
             // sum(self._args.migration.max_layers(self.plan)),
             self.log_pages or 0,
+            self.num_state_slots,
         )
 
     def notices(self) -> Iterable[str]:

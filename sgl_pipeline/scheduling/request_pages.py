@@ -109,10 +109,10 @@ class RequestPages:
         """A running request that prefills `node` for others to wait for; looks at all of them."""
         for request, holding in self._holdings.items():
             above = holding.claimed_path
-            while above is not None and above is not node:
-                above = None if above is holding.claimed_below else above.parent
-            if above is node:
-                return request
+            while above is not None and above is not holding.claimed_below:
+                if above is node:
+                    return request
+                above = above.parent
         return None
 
     def try_open(self, request: Request, path: RadixNode, num_reserved: int) -> bool:

@@ -75,12 +75,12 @@ class ShortSteps:
         step_ms = max(least_ms, min(step_ms, cheap_ms))
         if limit is None:
             limit = TimeLimit(step_ms, min(LEAST_PREFILL_TOKENS, budget.prefill_tokens), times)
-            if times.step_ms(whole) <= step_ms:
-                return replace(budget, time=limit)
         elif limit.step_ms > step_ms:
             limit = replace(limit, step_ms=step_ms)
         else:
             return budget
+        if times.step_ms(whole) <= step_ms:
+            return replace(budget, time=limit)
         return replace(budget, bound_by="fair-step", time=limit)
 
 

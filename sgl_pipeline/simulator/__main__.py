@@ -53,6 +53,11 @@ def _run(options: argparse.Namespace) -> int:
             "drafts are not simulated with prefill and decode apart, whose step times the "
             "schedulers do not know; use --draft-acceptance without --pd",
         )
+        require(
+            not options.max_mamba_cache_size,
+            "only pages go from server to server, and no states; use --max-mamba-cache-size "
+            "without --pd",
+        )
         run = FleetCommand(options, pipeline, scheduling_of(options), target)
         for policy in policies_of(options, apart=True):
             for rate in options.rate:

@@ -295,6 +295,10 @@ def _store(options: argparse.Namespace) -> StoreCosts | None:
     if options.store_capacity_gb is None:
         return None
     require(options.store_latency_ms >= 0, "--store-latency-ms must not be below 0")
+    require(
+        not options.max_mamba_cache_size,
+        "a store keeps pages and no states; use --store-capacity-gb without --max-mamba-cache-size",
+    )
     return StoreCosts(
         capacity_bytes=options.store_capacity_gb * 1e9,
         read_bytes_per_s=options.store_read_gb_per_s * 1e9,

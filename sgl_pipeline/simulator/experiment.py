@@ -268,7 +268,8 @@ class Cluster:
 class MeasuredPipeline:
     """Our own server as it was recorded: `trace_path` is what `--trace-path` wrote. Its stages take
     `slowness` times as long as they did then. `forecast` as in `Cluster`: `tables` are the fitted
-    costs, known from the start as on a server that has run for a while."""
+    costs, known from the start as on a server that has run for a while: `slowness` is not in them,
+    and is learned from the steps."""
 
     trace_path: str
     pool_tokens: int

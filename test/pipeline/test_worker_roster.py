@@ -290,6 +290,10 @@ def test_all_stages_use_as_many_state_slots_as_the_one_with_the_least_room() -> 
     )
     roster.take(one)
     assert [size for _, size in roster.take(other)] == [PoolSize(10, 3)] * 2
+    roster.take(ready(0))
+    roster.take(ready(1))
+    capacity = roster.capacity()
+    assert capacity is not None and capacity.num_state_slots == 3
     roster.take(hello(7))
     roster.lose(1)
     roster.take(hello(9))

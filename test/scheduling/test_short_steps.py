@@ -82,9 +82,15 @@ def test_a_step_that_is_made_shorter_is_bound_by_that(limit: TimeLimit | None) -
     assert bounded.bound_by == "fair-step"
 
 
-def test_a_step_that_is_short_by_its_tokens_keeps_the_word_of_the_policy() -> None:
-    bounded = ShortSteps(0.03).bounded(TokenBudget(100, 0, "WT"), load())
-    assert bounded.time is not None and bounded.bound_by == "WT"
+@pytest.mark.parametrize(
+    "limit", [None, TimeLimit(WHOLE_MS, 32, TIMES)], ids=["by tokens", "by time"]
+)
+def test_a_step_that_is_short_by_its_tokens_keeps_the_word_of_the_policy(
+    limit: TimeLimit | None,
+) -> None:
+    bounded = ShortSteps(0.03).bounded(TokenBudget(100, 0, "WT", limit), load())
+    assert bounded.time is not None and bounded.time.step_ms < WHOLE_MS
+    assert bounded.bound_by == "WT"
 
 
 def test_a_limit_that_is_shorter_stays() -> None:

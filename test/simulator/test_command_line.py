@@ -107,6 +107,10 @@ def test_what_drafts_gave_stands_below_the_row_of_its_run(
             ["--store-capacity-gb", "1", "--calibrate", "steps.jsonl", "--pool-tokens", "9999"],
             "without --calibrate",
         ),
+        (
+            ["--store-capacity-gb", "1", "--max-mamba-cache-size", "4"],
+            "--store-capacity-gb without --max-mamba-cache-size",
+        ),
     ],
 )
 def test_a_store_that_cannot_be_simulated_is_refused(
@@ -229,6 +233,7 @@ def test_prefill_and_decode_apart_have_a_table_of_their_own(
         (["--policy", "throttle-time"], "not simulated with prefill and decode apart"),
         (["--disable-radix-cache"], "found in the radix cache"),
         (["--draft-acceptance", "0.5"], "--draft-acceptance without --pd"),
+        (["--max-mamba-cache-size", "4"], "--max-mamba-cache-size without --pd"),
         (["--calibrate", "steps.jsonl", "--pool-tokens", "9999"], "without --calibrate"),
     ],
 )

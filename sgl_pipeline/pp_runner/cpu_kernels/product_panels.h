@@ -33,6 +33,8 @@ constexpr int kGroupRows = 2 * kBlock;  // rows that share the loads of a panel
 // Of packed rows as many bytes stay in the L2 cache, beside sums and what is prefetched.
 constexpr int64_t kPackedRowsBytes = 5 << 18;
 constexpr int64_t kRowsAtOnce = 256;
+// Sums that wait take no more, but for a single group of rows: the memory is kept for the next call.
+constexpr int64_t kWaitingSumsBytes = 32 << 20;
 constexpr int64_t kTilesAtOnce = 16;  // of each block of a panel, in the L1 cache for all rows
 
 int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
@@ -166,6 +168,18 @@ class Workspace {
 
 thread_local Workspace rows_workspace, scales_workspace, sums_workspace, all_sums_workspace;
 
+// Rows that are packed together: fewer than could be where the sums of so many would take too much
+// memory while they wait.
+inline int64_t rows_at_once(const Product& product) {
+  const int64_t num_rows = std::min(tiles_of(product.num_rows, kBlock) * kBlock, kRowsAtOnce);
+  const int64_t row_bytes = product.input_tiles() * kLine;
+  const int64_t sums = product.panels() * tiles_of(num_rows, kGroupRows);
+  if (num_rows * row_bytes <= kPackedRowsBytes ||
+      sums * static_cast<int64_t>(sizeof(Sums)) <= kWaitingSumsBytes)
+    return num_rows;
+  return std::max<int64_t>(kPackedRowsBytes / row_bytes / kGroupRows, 1) * kGroupRows;
+}
+
 // All rows with all panels. An `Arithmetic` packs sixteen rows from one on (`pack_rows`), with
 // `scales_per_row` numbers for each, and runs one panel for rows that are packed (`run`). It takes
 // inputs in `parts`, those of a panel that the L1 cache has room for. Where packed rows are too
@@ -175,7 +189,7 @@ template <typename Arithmetic>
 void run_product(const Arithmetic& arithmetic, int num_threads) {
   const Product& product = arithmetic.product;
   const int64_t row_bytes = product.input_tiles() * kLine, per_row = arithmetic.scales_per_row();
-  const int64_t packed_rows = std::min(tiles_of(product.num_rows, kBlock) * kBlock, kRowsAtOnce);
+  const int64_t packed_rows = rows_at_once(product);
   const int64_t parts = arithmetic.parts();
   const int64_t rounds = tiles_of(packed_rows * row_bytes, kPackedRowsBytes);
   const int64_t parts_at_once = tiles_of(parts, std::clamp<int64_t>(rounds, 1, parts));
@@ -205,8 +219,8 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
       reserve();
     }
     Sums* const own_sums = sums_workspace.at_least<Sums>(groups * sizeof(Sums));
-    for (int64_t first = 0; first < product.num_rows; first += kRowsAtOnce) {
-      const int64_t end = std::min(first + kRowsAtOnce, product.num_rows);
+    for (int64_t first = 0; first < product.num_rows; first += packed_rows) {
+      const int64_t end = std::min(first + packed_rows, product.num_rows);
       if (is_shared) {
 #pragma omp for
         for (int64_t row = first; row < end; row += kBlock) pack(row, first);

@@ -189,6 +189,16 @@ def test_rows_too_long_for_the_cache_are_summed_in_the_same_order(instructions: 
 
 
 @pytest.mark.compiler
+def test_rows_whose_sums_would_take_too_much_memory_are_multiplied_in_parts_of_them() -> None:
+    """224 at once, because the sums of 300 with so many outputs would wait in more than 32 MiB."""
+    weight, x = random_weight(32_800, 2640, torch.bfloat16), random_rows(300, 2640, torch.bfloat16)
+    linear = compiled_linear("native", weight)
+    whole = linear(x)
+    for start, length in [(0, 1), (220, 9), (290, 10)]:
+        assert torch.equal(linear(x[start : start + length]), whole[start : start + length])
+
+
+@pytest.mark.compiler
 def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch() -> None:
     kernels = CompiledKernels(load_cpu_kernels())
     assert isinstance(kernels.linear(random_weight(8, 8, torch.float32)), TorchLinear)
