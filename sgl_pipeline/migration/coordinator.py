@@ -153,7 +153,7 @@ class MoveCoordinator:
         self,
         now_s: float,
         pages_in_use: Callable[[], Sequence[int]],
-        slots_in_use: Sequence[int] = (),
+        slots_in_use: Callable[[], Sequence[int]],
     ) -> PrepareMove | SwitchPlan | AbandonMove | None:
         """The order to seal now, before any further step. Ask again until it is None. With a
         SwitchPlan `plan` has changed: the next step is the first of its epoch."""
@@ -163,7 +163,7 @@ class MoveCoordinator:
         new = StagePlan(record.epoch, record.after)
         if not self._is_announced:
             self._is_announced = True
-            pages, slots = array(INT32, pages_in_use()), array(INT32, slots_in_use)
+            pages, slots = array(INT32, pages_in_use()), array(INT32, slots_in_use())
             return PrepareMove(record.move, new, pages.tobytes(), slots.tobytes())
         if self._give_up is None and now_s - record.began_s > self._timeout_s:
             missing = sorted(set(range(self.plan.num_stages)) - self._answered)

@@ -152,7 +152,7 @@ class MigrationControl:
         self,
         now_s: float,
         pages_in_use: Callable[[], Sequence[int]],
-        slots_in_use: Sequence[int] = (),
+        slots_in_use: Callable[[], Sequence[int]],
     ) -> MoveOrder | None:
         """The order that must be sealed now, if there is one; to be asked until it is None."""
         current = self.coordinator.current

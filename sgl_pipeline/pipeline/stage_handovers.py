@@ -157,6 +157,6 @@ class StageHandovers:
             yield successor, TakePagesOver(number, address)
             scheduler = self._core.scheduler
             pages = array(INT32, scheduler.pages_in_use())
-            slots = array(INT32, scheduler.state_slots.in_use)
+            slots = array(INT32, scheduler.state_slots.in_use())
             yield worker, HandPagesOver(number, address, pages.tobytes(), slots.tobytes())
             return

@@ -137,7 +137,9 @@ class ReadyStage:
         handler = table.get(type(order))
         if handler is None:
             raise ProtocolError(f"a ready stage received {type(message).__name__}")
-        handler(order)
+        # The message for which a step, a switch or a handover is dropped comes next.
+        with contextlib.suppress(RegroupDue):
+            handler(order)
 
     def _interrupting(self, obey: Callable[[Any], None]) -> Callable[[Any], None]:
         """`obey`, before which all transfers of pages, offers and leases are forgotten."""
@@ -206,7 +208,7 @@ class ReadyStage:
         page before a load has filled it."""
         if self._transfers.is_open:
             for report, filled_pages in self._transfers.take_reports():
-                self._mover.wrote(filled_pages)
+                self._mover.wrote(filled_pages, ())
                 self._channel.send(report)
 
     def _leave_if_asked(self) -> None:
@@ -214,11 +216,6 @@ class ReadyStage:
             self._channel.send(WorkerLeaves(self._worker))
 
     def _run_step(self, order: StepOrder) -> None:
-        # The message for which a step is dropped comes next.
-        with contextlib.suppress(RegroupDue):
-            self._run_whole_step(order)
-
-    def _run_whole_step(self, order: StepOrder) -> None:
         """Raises RegroupDue where the step must be dropped."""
         runner, mover, pending = self._runner, self._mover, self._pending
         pending.send_all_but(MAX_PENDING_REPORTS - 1)

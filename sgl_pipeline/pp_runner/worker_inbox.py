@@ -15,7 +15,7 @@ from sgl_pipeline.wire.stage_orders import SealedOrder
 
 
 class RegroupDue(Exception):
-    """The stage must drop the step that it waits in; the inbox has the message with this order."""
+    """The stage must drop the order that it waits in; the inbox has the message with this order."""
 
 
 class WorkerInbox:

@@ -46,7 +46,6 @@ class StateSlots:
         """True if requests need slots, and none is free or would give way."""
         return self.num_slots > 0 and not self._free and not self.num_evictable
 
-    @property
     def in_use(self) -> list[int]:
         """The slots that hold anything, ascending."""
         return sorted(set(range(self.num_slots)).difference(self._free))
@@ -54,7 +53,7 @@ class StateSlots:
     def resize(self, num_slots: int) -> None:
         """Changes the number of slots, of at least one; none is in use."""
         assert self.num_slots > 0 and num_slots > 0, "slots neither begin nor end with a resize"
-        assert not self.in_use, "state slots are in use"
+        assert not self.in_use(), "state slots are in use"
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 

@@ -34,7 +34,7 @@ class PrepareMove(msgspec.Struct, frozen=True, tag=True):
     move: int
     plan: StagePlan
     pages: bytes
-    slots: bytes = b""
+    slots: bytes
 
 
 class SwitchPlan(msgspec.Struct, frozen=True, tag=True):

@@ -206,7 +206,7 @@ class HandPagesOver(msgspec.Struct, frozen=True, tag=True):
     handover: int
     address: str
     pages: bytes
-    slots: bytes = b""
+    slots: bytes
 
 
 class TakePagesOver(msgspec.Struct, frozen=True, tag=True):

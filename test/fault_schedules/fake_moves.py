@@ -180,6 +180,9 @@ class FakeSender:
         self._num_on_way += 1
         self._pipe.send(parcel)
 
+    def await_room(self, attend: Callable[[float], None]) -> None:
+        """In virtual time nothing waits."""
+
     def close(self) -> None:
         self._num_on_way += 1
         self._pipe.send(None)

@@ -368,7 +368,7 @@ class FakeWorker:
         assert self._mover is not None and self._transfers is not None
         if not self._is_busy:
             for report, filled_pages in self._transfers.take_reports():
-                self._mover.wrote(filled_pages)
+                self._mover.wrote(filled_pages, ())
                 self._report(report)
 
     def _poll_move(self) -> None:
@@ -444,7 +444,7 @@ class FakeWorker:
             assert self._site is not None
             outgoing = self._layers.run(chunks, rows, self._site.layers_of(plan.epoch))
             assert self._mover is not None
-            self._mover.wrote(written_pages(chunks, self._page_size))
+            self._mover.wrote(written_pages(chunks, self._page_size), written_slots(chunks))
             if self._log is not None:
                 self._log.write(chunks, outgoing)
         else:

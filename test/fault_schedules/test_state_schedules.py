@@ -117,7 +117,9 @@ MUTATIONS: dict[str, Mutation] = {
     )
 } | {
     "requests_go_on_with_the_states_of_a_lost_stage": nothing_is_done(LostPages, "lose_stages"),
-    "no_state_is_named_when_layers_move": lambda patch: patch.setattr(StateSlots, "in_use", []),
+    "no_state_is_named_when_layers_move": lambda patch: patch.setattr(
+        StateSlots, "in_use", lambda self: []
+    ),
 }
 
 

@@ -22,6 +22,7 @@ from sgl_pipeline.wire.move_orders import (
 )
 
 PAGES = [2, 3, 5]
+SLOTS = [1, 4]
 TIMEOUT_S = 10.0
 
 
@@ -31,7 +32,7 @@ def coordinator_of(*counts: int, spare: int = 1) -> MoveCoordinator:
 
 
 def next_order(coordinator: MoveCoordinator, now_s: float = 0.0) -> object:
-    return coordinator.next_order(now_s, lambda: PAGES)
+    return coordinator.next_order(now_s, lambda: PAGES, lambda: SLOTS)
 
 
 def ready(stage: int, move: int = 0) -> MoveReady:
@@ -66,7 +67,8 @@ def test_a_move_from_the_wish_to_its_end() -> None:
     assert next_order(coordinator) is None
     record = coordinator.begin([3, 4], "operator", now_s=1.0)
     new = StagePlan(1, (3, 4))
-    assert next_order(coordinator, 1.0) == PrepareMove(0, new, array("i", PAGES).tobytes())
+    pages, slots = (array("i", places).tobytes() for places in (PAGES, SLOTS))
+    assert next_order(coordinator, 1.0) == PrepareMove(0, new, pages, slots)
     assert next_order(coordinator, 1.0) is None
     coordinator.take(ready(1), 2.0)
     assert next_order(coordinator, 2.0) is None

@@ -31,7 +31,9 @@ from sgl_pipeline.pp_runner.worker_hello import WorkerSite
 from sgl_pipeline.pp_runner.worker_inbox import WorkerInbox
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import SwitchPlan
 from sgl_pipeline.wire.stage_messages import (
+    FinishHandover,
     MeasureCosts,
     PoolSize,
     ProfileReply,
@@ -325,6 +327,23 @@ def test_moments_of_overlapping_steps_are_in_order_and_leave_no_gap() -> None:
     assert timings[0].plan_s > timings[0].free_s
 
 
+def links_opened(
+    stage: Stage, rows: deque, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[tuple[str, ...], int]]:
+    """The addresses and the stage of each link that a regroup will open, all with `rows`."""
+    opened = []
+
+    def open_link(
+        shape: object, links: tuple[str, ...], number: int, run_directory: str
+    ) -> QueueLink:
+        opened.append((links, number))
+        return QueueLink(rows, deque())
+
+    monkeypatch.setattr("sgl_pipeline.pp_runner.stage_worker.open_activation_link", open_link)
+    stage.worker._rows = ActivationShape(64, torch.float32, torch.device("cpu"))
+    return opened
+
+
 @pytest.mark.parametrize("is_told", [False, True], ids=["it hears nothing", "its neighbor is gone"])
 def test_a_step_whose_rows_never_come_is_dropped_when_the_stages_regroup(
     is_told: bool, monkeypatch: pytest.MonkeyPatch
@@ -348,18 +367,26 @@ def test_a_step_whose_rows_never_come_is_dropped_when_the_stages_regroup(
 
         monkeypatch.setattr(stage.runner._link, "receive", receive_or_tell)
     rows = deque([(7, torch.ones(1, 64))])
-    opened: list[object] = []
-
-    def open_link(
-        shape: object, links: tuple[str, ...], number: int, run_directory: str
-    ) -> QueueLink:
-        opened.append((links, number))
-        return QueueLink(rows, deque())
-
-    monkeypatch.setattr("sgl_pipeline.pp_runner.stage_worker.open_activation_link", open_link)
-    stage.worker._rows = ActivationShape(64, torch.float32, torch.device("cpu"))
+    opened = links_opened(stage, rows, monkeypatch)
     stage.serve()
     reports = [one for one in stage.channel.sent if isinstance(one, StageReport)]
     assert [report.step_id for report in reports] == [0, 7]
     assert [one for one in stage.channel.sent if isinstance(one, Regrouped)] == [Regrouped(1, 4)]
     assert opened == [(("unix:new",), 1)] and not rows
+
+
+@pytest.mark.parametrize("method", ["switch", "obey"])
+def test_a_switch_or_handover_that_waits_for_a_target_is_dropped_when_the_stages_regroup(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = StagePlan(0, (3, 3))
+    waiting = {
+        "switch": OrderStream().seal(SwitchPlan(0, StagePlan(1, (2, 4)))),
+        "obey": FinishHandover(0),
+    }
+    stage = late_stage([waiting[method], Regroup(4, plan, ("unix:new",)), Shutdown()])
+    links_opened(stage, deque(), monkeypatch)
+    attend = stage.worker._inbox.attend_for
+    monkeypatch.setattr(stage.mover, method, lambda order: attend(0.0))
+    stage.serve()
+    assert stage.channel.sent == [Regrouped(1, 4)]

@@ -201,11 +201,11 @@ def test_slots_shrink_and_grow_while_none_is_in_use() -> None:
     slots.resize(1)
     request = make_request("a", [1])
     slots.give(request)
-    assert slots.are_taken and slots.in_use == [0]
+    assert slots.are_taken and slots.in_use() == [0]
     with pytest.raises(AssertionError, match="in use"):
         slots.resize(4)
     slots.take_back(request)
     slots.resize(4)
-    assert (slots.num_free, slots.in_use) == (4, [])
+    assert (slots.num_free, slots.in_use()) == (4, [])
     with pytest.raises(AssertionError):
         slots.resize(0)

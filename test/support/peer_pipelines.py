@@ -106,7 +106,7 @@ class ReadingPipeline(TieredPipeline):
     def serve_store(self) -> None:
         for transfers, mover in zip(self.transfers, self.movers, strict=True):
             for report, filled_pages in transfers.take_reports():
-                mover.wrote(filled_pages)
+                mover.wrote(filled_pages, ())
                 self.core.take_store_report(report)
         self.tier.broken.clear()
         offered = b"".join(offer.hashes for offer in self.peer.offers.values())

@@ -85,7 +85,7 @@ class TieredPipeline(LocalPipeline):
         """Passes on what stages and files have to say."""
         for transfers, mover in zip(self.transfers, self.movers, strict=True):
             for report, filled_pages in transfers.take_reports():
-                mover.wrote(filled_pages)
+                mover.wrote(filled_pages, ())
                 self.core.take_store_report(report)
         self.pages.commit(self.tier.commits)
         self.tier.commits.clear()

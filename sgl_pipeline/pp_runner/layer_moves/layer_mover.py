@@ -163,7 +163,10 @@ class LayerMover(Generic[R]):
 
     def switch(self, order: SwitchPlan) -> None:
         """All steps of the old plan have run here: sends the pages that the targets lack, and is
-        ready for the steps of the new one."""
+        ready for the steps of the new one.
+
+        Raises ProtocolError, and as `OutgoingLayers.finish`: then `regroup` comes next.
+        """
         move = self._open
         if move is None or move.order.move != order.move or not move.is_ready:
             raise ProtocolError(
@@ -183,7 +186,7 @@ class LayerMover(Generic[R]):
         move.is_switched = True
         self._look_whether_done()
 
-    def wrote(self, pages: Collection[int], slots: Collection[int] = ()) -> None:
+    def wrote(self, pages: Collection[int], slots: Collection[int]) -> None:
         """A step has written to these pages and state slots of all layers that it ran, or a load
         has."""
         self._handover.wrote(pages, slots)

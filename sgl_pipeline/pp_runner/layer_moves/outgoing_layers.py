@@ -2,9 +2,9 @@
 
 Pages in rounds, as virtual machines are moved (pre-copy): the first sends all pages that hold
 anything, each later one the pages written since, until these are few. The rest is sent when the
-plan has switched. States once, after the pages of the first round, and only those that no step has
-written meanwhile: a request that runs writes its state in every step, so no round would leave fewer
-of them. The others are sent when the plan has switched.
+plan has switched. States once, after the page rounds, and only those that no step has written
+meanwhile: a request that runs writes its state in every step, so no round would leave fewer of
+them. The others, and those that were written after they were sent, go when the plan has switched.
 
 It never starts a thread: it reads and sends a parcel on request. Parcels are sent in the order in
 which they were read, so that a page that was written again comes after its older version.
@@ -98,16 +98,20 @@ class OutgoingLayers(Generic[R]):
         return True
 
     def finish(self) -> None:
-        """Sends all that the target lacks; no step runs these layers here any more."""
+        """Sends all that the target lacks; no step runs these layers here any more.
+
+        States are sent as the target takes them up: those of many requests would fill the memory
+        that both share. Raises what `MoveSite.attend` does.
+        """
         for layer, places in (
             *self._parcels(self._with_pages, _unsent(self._queue, self._written)),
             *self._parcels(self._with_states, _unsent(self._state_queue, self._written_slots)),
         ):
             self._reading.append(self._site.read(layer, places))
             if len(self._reading) > MAX_READING:
-                self.patched_bytes += self._send_next()
+                self._send_patch()
         while self._reading:
-            self.patched_bytes += self._send_next()
+            self._send_patch()
         self._sender.send(Parcel(None, 0, is_last=True))
 
     def close(self) -> None:
@@ -120,6 +124,13 @@ class OutgoingLayers(Generic[R]):
             self.copied_bytes += self._send_next()
             did_send = True
         return did_send
+
+    def _send_patch(self) -> None:
+        # Stages never wait in a circle: layers cross a boundary in one direction, and a stage waits
+        # in a step only when all stages upstream have switched.
+        if self._with_states:
+            self._sender.await_room(self._site.attend)
+        self.patched_bytes += self._send_next()
 
     def _send_next(self) -> int:
         """Sends the next parcel; returns its bytes."""

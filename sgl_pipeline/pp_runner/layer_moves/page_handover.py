@@ -57,7 +57,8 @@ class PageHandover(Generic[R]):
     def obey(self, order: HandoverOrder, layers: Sequence[int]) -> None:
         """Takes an order of the scheduler; `layers` are the stage's.
 
-        Raises ProtocolError for the end of a handover that is not under way.
+        Raises ProtocolError for the end of a handover that is not under way, and as
+        `OutgoingLayers.finish`.
         """
         if isinstance(order, FinishHandover):
             if self._outgoing is None or order.handover != self._handover:

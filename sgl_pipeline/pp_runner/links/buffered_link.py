@@ -161,10 +161,12 @@ class Outbox:
         return self._socket
 
     def _take_back(self, neighbor: socket.socket) -> None:
-        """Frees the buffers that the neighbor has given back."""
+        """Frees the buffers that the neighbor has given back. Raises ConnectionError when it is
+        gone."""
         with contextlib.suppress(BlockingIOError):
             while returned := neighbor.recv(_RETURN.size, socket.MSG_DONTWAIT):
                 self._free.append(*_RETURN.unpack(returned))
+            raise ConnectionError("the other end has closed the link")
 
     def _buffer_for(self, num_rows: int) -> tuple[int, list[int]]:
         """The number of a free buffer, and its descriptor if the neighbor has never seen it."""

@@ -1,12 +1,13 @@
-"""The link that carries KV pages from any stage to any other, for layers that move.
+"""The link that carries pages and states from any stage to any other, for layers that move.
 
-The stages of a move open it for that move. Pages travel as the rows of activations do, through
-shared memory or to another host (`open_link.py`), but no stage waits for them: the source checks
-whether the target keeps up, the target whether there is anything. Both ends agree on the contents
-of a row (`layer_moves/page_rows.py`).
+The stages of a move open it for that move. Cells of 16 bytes, whose contents both ends agree on
+(`layer_moves/page_rows.py`), travel as the rows of activations do, through shared memory or to
+another host (`open_link.py`). While steps of the old plan run, no stage waits: the source checks
+whether the target keeps up, the target whether there is anything.
 """
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 
@@ -15,9 +16,11 @@ from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
 from sgl_pipeline.pp_runner.links.buffered_link import RowInbox, RowOutbox
 from sgl_pipeline.pp_runner.links.open_link import open_inbox, open_outbox
 
-# Parcels under way at most, before the switch: enough for a busy source after a step, and few for a
-# target that must take them before it can run the layers.
+# Parcels under way at most, before the switch and of states after it: enough for a busy source
+# after a step, and few for a target that must take them before it can run the layers.
 MAX_UNREAD = 16
+# Seconds between two looks whether the target has taken parcels.
+_LOOK_S = 0.5e-3
 # Tags of parcels.
 _MORE, _LAST = 0, 1
 
@@ -28,7 +31,7 @@ class StagePageLinks:
     Args:
         places: its address to each stage, as in `StageAssignment.page_links`; they may be changed
             while no link is open.
-        row_bytes: of one page.
+        row_bytes: of a row of this link, a cell of a page or of a state.
         run_directory: of this host.
     """
 
@@ -57,7 +60,7 @@ class StagePageLinks:
 
 
 class StagePageSender:
-    """A `PageSender` of rows [N, row_bytes] (uint8)."""
+    """A `PageSender` of the cells of pages or states, [N, row_bytes] (uint8)."""
 
     def __init__(self, outbox: RowOutbox, shape: ActivationShape) -> None:
         self._outbox = outbox
@@ -72,8 +75,17 @@ class StagePageSender:
     def send(self, parcel: Parcel[torch.Tensor]) -> None:
         """A parcel for a target that has gone is dropped: its end is noticed elsewhere."""
         rows = self._no_rows if parcel.rows is None else parcel.rows
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(ConnectionError, FileNotFoundError):
             self._outbox.send(_LAST if parcel.is_last else _MORE, rows)
+
+    def await_room(self, attend: Callable[[float], None]) -> None:
+        while self._is_full():
+            attend(_LOOK_S)
+
+    def _is_full(self) -> bool:
+        with contextlib.suppress(ConnectionError, FileNotFoundError):
+            return self._outbox.num_unread() >= MAX_UNREAD
+        return False  # parcels for a target that has gone are dropped
 
     def close(self) -> None:
         self._outbox.close()

@@ -1,6 +1,6 @@
 """Pages leave in the order in which they were read, and nothing waits while they are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,9 @@ class SlowSite:
     reading: list[Leaving] = field(default_factory=list)
     with_states: tuple[int, ...] = ()
 
+    def attend(self, timeout_s: float) -> None:
+        raise InterruptedError
+
     def has_states(self, layer: int) -> bool:
         return layer in self.with_states
 
@@ -48,9 +51,14 @@ class SlowSite:
 @dataclass
 class Sent:
     parcels: list[Parcel[Any]] = field(default_factory=list)
+    room: int = 1_000
 
     def can_send(self) -> bool:
         return True
+
+    def await_room(self, attend: Callable[[float], None]) -> None:
+        while len(self.parcels) >= self.room:
+            attend(0.0)
 
     def send(self, parcel: Parcel[Any]) -> None:
         self.parcels.append(parcel)
@@ -133,3 +141,20 @@ def test_states_that_steps_write_go_once_after_the_switch() -> None:
     assert [one.pages for one in site.reading[2:]] == [(1,), (3,)]
     assert (outgoing.copied_bytes, outgoing.patched_bytes) == (2, 2)
     assert sent.parcels[-1].is_last
+
+
+def test_states_after_the_switch_wait_for_the_target() -> None:
+    """What ends the wait ends the switch, and nothing goes beyond the limit."""
+    site, sent = SlowSite(with_states=(LAYER,)), Sent(room=4)
+    outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), range(9), site, sent)  # type: ignore[arg-type]
+    outgoing.wrote((), range(9))
+    with pytest.raises(InterruptedError):
+        outgoing.finish()
+    assert [parcel.rows for parcel in sent.parcels] == [(slot,) for slot in range(4)]
+
+
+def test_the_pages_of_a_patch_wait_for_nothing() -> None:
+    site, sent = SlowSite(), Sent(room=0)
+    outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], range(5), (), site, sent)  # type: ignore[arg-type]
+    outgoing.finish()
+    assert len(sent.parcels) == 6 and sent.parcels[-1].is_last

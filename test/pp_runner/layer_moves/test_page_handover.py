@@ -55,7 +55,7 @@ class Workers:
 
 
 def give(handover: int = 0) -> HandPagesOver:
-    return HandPagesOver(handover, f"at-{handover}", array(INT32, PAGES).tobytes())
+    return HandPagesOver(handover, f"at-{handover}", array(INT32, PAGES).tobytes(), b"")
 
 
 def test_what_a_step_writes_meanwhile_follows_at_the_end() -> None:
@@ -67,7 +67,7 @@ def test_what_a_step_writes_meanwhile_follows_at_the_end() -> None:
     assert workers.said == [PagesCopied(1, 0)]
     for layer in LAYERS:
         workers.leaver_pages.pages[layer][3][0] = 99
-    workers.leaver.wrote([3])
+    workers.leaver.wrote([3], ())
     workers.work()
     assert workers.successor_pages.pages[1][3] == {0: 30}
     workers.leaver.obey(FinishHandover(0))
@@ -81,7 +81,7 @@ def test_what_a_step_writes_meanwhile_follows_at_the_end() -> None:
 
 def test_a_leaver_has_not_copied_before_the_other_one_listens() -> None:
     workers = Workers()
-    workers.leaver.obey(HandPagesOver(0, "at-0", b""))
+    workers.leaver.obey(HandPagesOver(0, "at-0", b"", b""))
     workers.work()
     assert workers.said == []
     workers.successor.obey(TakePagesOver(0, "at-0"))

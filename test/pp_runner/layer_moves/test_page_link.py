@@ -1,11 +1,13 @@
 """The way of pages between two stages, over real sockets."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import Parcel, StageGone
+from sgl_pipeline.pp_runner.links.host_link import SharedMemory
 from sgl_pipeline.pp_runner.links.page_link import MAX_UNREAD, StagePageLinks
 
 ROW_BYTES = 48
@@ -78,3 +80,45 @@ def test_what_is_sent_to_a_target_that_has_gone_is_dropped(tmp_path: Path) -> No
     for _ in range(3):
         sender.send(rows_of(2))
     sender.close()
+
+
+def test_a_source_that_awaits_room_attends_until_the_target_has_taken_parcels(
+    tmp_path: Path,
+) -> None:
+    sender, open_receiver = both_ends(tmp_path)
+    receiver = open_receiver()
+    for value in range(MAX_UNREAD):
+        sender.await_room(pytest.fail)
+        sender.send(rows_of(value))
+    taken = list[Parcel[torch.Tensor]]()
+    sender.await_room(lambda timeout_s: taken.append(receiver.receive(timeout_s)))
+    # A buffer comes back when the next one is asked for.
+    assert len(taken) == 2 and sender.can_send()
+    sender.close()
+    receiver.close()
+
+
+def test_no_source_awaits_room_at_a_target_that_has_gone(tmp_path: Path) -> None:
+    sender, open_receiver = both_ends(tmp_path)
+    receiver = open_receiver()
+    for value in range(MAX_UNREAD):
+        sender.send(rows_of(value))
+    receiver.close()
+    for _ in range(2):  # the system reports the loss of unread parcels once
+        sender.await_room(pytest.fail)
+    sender.close()
+
+
+def test_a_parcel_for_which_there_is_no_memory_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: SharedMemory, num_rows: int) -> tuple[torch.Tensor, int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(SharedMemory, "make", fail)
+    sender, open_receiver = both_ends(tmp_path)
+    receiver = open_receiver()
+    with pytest.raises(OSError, match="too many open files"):
+        sender.send(rows_of(1))
+    sender.close()
+    receiver.close()
