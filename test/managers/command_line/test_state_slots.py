@@ -113,7 +113,6 @@ def test_a_server_of_such_a_model_has_slots_and_its_radix_cache(model: str) -> N
         (["--mamba-full-memory-ratio", "0"], "--mamba-full-memory-ratio 0.0"),
         (["--mamba-ssm-dtype", "bfloat16"], "--mamba-ssm-dtype bfloat16 cannot be honored"),
         (["--linear-attn-backend", "flashinfer"], "--linear-attn-backend flashinfer"),
-        (["--migration", "manual"], "--migration manual is not built for models with states"),
         (["--recovery-log-mib", "8"], "--recovery-log-mib 8 is not built for models with states"),
         (
             ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"],

@@ -73,7 +73,8 @@ class IdleMover:
 
     prepare = switch = abandon = obey = regroup = _note
 
-    def wrote(self, pages: Iterable[int]) -> None:
+    def wrote(self, pages: Iterable[int], slots: Iterable[int]) -> None:
+        assert not list(slots), "slots in a model without states"
         if pages:
             self.noted.append(("wrote", tuple(pages)))
 
