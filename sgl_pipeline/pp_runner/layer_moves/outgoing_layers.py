@@ -58,6 +58,9 @@ class OutgoingLayers(Generic[R]):
         self._queue = self._parcels(self._with_pages, pages)
         self._state_queue = self._parcels(self._with_states, slots)
         self._reading: deque[LeavingPages[R]] = deque()
+        # What the target lacks at the end; None before that.
+        self._rest: deque[tuple[int, Sequence[int]]] | None = None
+        self._has_ended = False
         self._written: set[int] = set()
         self._written_slots: set[int] = set()
 
@@ -79,6 +82,8 @@ class OutgoingLayers(Generic[R]):
     def work(self) -> bool:
         """Sends parcels that were read, and begins to read one, if there is one to send and the
         target keeps up. False: there is nothing to do now."""
+        if self._rest is not None:
+            return False
         did_send = self._send_read()
         has_more = len(self._written) > SMALL_PATCH_PAGES and self._rounds < MAX_ROUNDS
         if not self._queue and has_more:
@@ -97,22 +102,33 @@ class OutgoingLayers(Generic[R]):
         self._send_read()
         return True
 
-    def finish(self) -> None:
-        """Sends all that the target lacks; no step runs these layers here any more.
+    def begin_rest(self) -> None:
+        """No step runs these layers here any more: what the target lacks is to be sent."""
+        self._rest = deque(
+            (
+                *self._parcels(self._with_pages, _unsent(self._queue, self._written)),
+                *self._parcels(self._with_states, _unsent(self._state_queue, self._written_slots)),
+            )
+        )
 
-        States are sent as the target takes them up: those of many requests would fill the memory
-        that both share. Raises what `MoveSite.attend` does.
+    def send_rest(self) -> bool:
+        """Sends of what the target lacks as much as it has room for; True when all is sent.
+
+        Room is asked for where there are states: those of many requests would fill the memory that
+        both share.
         """
-        for layer, places in (
-            *self._parcels(self._with_pages, _unsent(self._queue, self._written)),
-            *self._parcels(self._with_states, _unsent(self._state_queue, self._written_slots)),
-        ):
-            self._reading.append(self._site.read(layer, places))
-            if len(self._reading) > MAX_READING:
-                self._send_patch()
-        while self._reading:
-            self._send_patch()
-        self._sender.send(Parcel(None, 0, is_last=True))
+        assert self._rest is not None
+        while self._rest or self._reading:
+            if self._rest and len(self._reading) < MAX_READING:
+                self._reading.append(self._site.read(*self._rest.popleft()))
+            elif self._with_states and not self._sender.has_room():
+                return False
+            else:
+                self.patched_bytes += self._send_next()
+        if not self._has_ended:
+            self._has_ended = True
+            self._sender.send(Parcel(None, 0, is_last=True))
+        return True
 
     def close(self) -> None:
         self._sender.close()
@@ -124,13 +140,6 @@ class OutgoingLayers(Generic[R]):
             self.copied_bytes += self._send_next()
             did_send = True
         return did_send
-
-    def _send_patch(self) -> None:
-        # Stages never wait in a circle: layers cross a boundary in one direction, and a stage waits
-        # in a step only when all stages upstream have switched.
-        if self._with_states:
-            self._sender.await_room(self._site.attend)
-        self.patched_bytes += self._send_next()
 
     def _send_next(self) -> int:
         """Sends the next parcel; returns its bytes."""

@@ -1,6 +1,6 @@
 """Pages leave in the order in which they were read, and nothing waits while they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,6 @@ class SlowSite:
     reading: list[Leaving] = field(default_factory=list)
     with_states: tuple[int, ...] = ()
 
-    def attend(self, timeout_s: float) -> None:
-        raise InterruptedError
-
     def has_states(self, layer: int) -> bool:
         return layer in self.with_states
 
@@ -56,9 +53,8 @@ class Sent:
     def can_send(self) -> bool:
         return True
 
-    def await_room(self, attend: Callable[[float], None]) -> None:
-        while len(self.parcels) >= self.room:
-            attend(0.0)
+    def has_room(self) -> bool:
+        return len(self.parcels) < self.room
 
     def send(self, parcel: Parcel[Any]) -> None:
         self.parcels.append(parcel)
@@ -118,7 +114,8 @@ def test_what_is_still_being_read_at_the_switch_comes_before_the_patch(
     outgoing.work()
     first = site.reading[0].pages
     outgoing.wrote(first, ())
-    outgoing.finish()
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
     rows = [parcel.rows for parcel in sent.parcels]
     assert rows[0] == first and rows[-1] is None and sent.parcels[-1].is_last
     assert first in rows[1:], "a step has written to it since"
@@ -137,24 +134,32 @@ def test_states_that_steps_write_go_once_after_the_switch() -> None:
     assert outgoing.is_ready
     assert sorted(one.pages for one in site.reading) == [(0,), (2,)]
     outgoing.wrote([4], [1, 3])
-    outgoing.finish()
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
     assert [one.pages for one in site.reading[2:]] == [(1,), (3,)]
     assert (outgoing.copied_bytes, outgoing.patched_bytes) == (2, 2)
     assert sent.parcels[-1].is_last
 
 
 def test_states_after_the_switch_wait_for_the_target() -> None:
-    """What ends the wait ends the switch, and nothing goes beyond the limit."""
+    """Nothing goes beyond the limit, and the end is said once."""
     site, sent = SlowSite(with_states=(LAYER,)), Sent(room=4)
     outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), range(9), site, sent)  # type: ignore[arg-type]
     outgoing.wrote((), range(9))
-    with pytest.raises(InterruptedError):
-        outgoing.finish()
+    outgoing.begin_rest()
+    assert not outgoing.send_rest()
     assert [parcel.rows for parcel in sent.parcels] == [(slot,) for slot in range(4)]
+    sent.room = 7
+    assert not outgoing.send_rest()
+    sent.room = 1_000
+    assert outgoing.send_rest() and outgoing.send_rest()
+    rows = [parcel.rows for parcel in sent.parcels]
+    assert rows == [*((slot,) for slot in range(9)), None]
 
 
 def test_the_pages_of_a_patch_wait_for_nothing() -> None:
     site, sent = SlowSite(), Sent(room=0)
     outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], range(5), (), site, sent)  # type: ignore[arg-type]
-    outgoing.finish()
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
     assert len(sent.parcels) == 6 and sent.parcels[-1].is_last
