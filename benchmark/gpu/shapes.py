@@ -6,7 +6,8 @@ Sizes are those of the Qwen3 models' config.json; weights are random, so no file
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmark.models.make_model import PRESETS, Preset, SparsePreset
+from benchmark.models.make_model import PRESETS
+from benchmark.models.preset import Preset, SparsePreset
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
 
 PAGE_SIZE = 16  # tokens, the server's default

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from benchmark.kernels.stage_step import competitors
-from benchmark.models.make_model import PRESETS, Preset
+from benchmark.models.make_model import PRESETS
+from benchmark.models.preset import Preset
 from benchmark.serving.against_peers import USUAL_LOADS, WARM_UP
 from benchmark.support.command import Command, Options, Report, names_of, progress
 from benchmark.support.dated_result import markdown_table

@@ -10,7 +10,6 @@ model to judge text.
 import json
 import sys
 import zlib
-from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from benchmark.models.preset import HybridPreset, Preset, Shapes, SparsePreset
 from benchmark.support.command import Command, Options
 from sgl_pipeline.errors import ConfigurationError
 
@@ -33,101 +33,6 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|begin|>assistant: ' -}}{%- endif -%}"
 )
-
-Shapes = dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """Sizes of a dense Qwen3-shaped model, by the names of its config.json."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    tie_word_embeddings: bool = False
-
-    def config(self, dtype: str) -> dict[str, Any]:
-        """The contents of config.json."""
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            **asdict(self),
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            "rope_scaling": None,
-            "max_position_embeddings": 32_768,
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "bos_token_id": None,
-            "eos_token_id": END_ID,
-            "pad_token_id": 0,
-            "torch_dtype": dtype,
-        }
-
-    def mlp_shapes(self) -> Shapes:
-        """The tensors of a layer's feed-forward part."""
-        return _mlp_shapes("mlp", self.hidden_size, self.intermediate_size)
-
-    def tensor_shapes(self) -> Shapes:
-        """Every tensor of the checkpoint by name, in file order."""
-        hidden = self.hidden_size
-        query_width = self.num_attention_heads * self.head_dim
-        kv_width = self.num_key_value_heads * self.head_dim
-        layer_shapes: Shapes = {
-            "input_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (query_width, hidden),
-            "self_attn.k_proj.weight": (kv_width, hidden),
-            "self_attn.v_proj.weight": (kv_width, hidden),
-            "self_attn.q_norm.weight": (self.head_dim,),
-            "self_attn.k_norm.weight": (self.head_dim,),
-            "self_attn.o_proj.weight": (hidden, query_width),
-            "post_attention_layernorm.weight": (hidden,),
-            **self.mlp_shapes(),
-        }
-        shapes: Shapes = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for layer in range(self.num_hidden_layers):
-            for name, shape in layer_shapes.items():
-                shapes[f"model.layers.{layer}.{name}"] = shape
-        shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        return shapes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparsePreset(Preset):
-    """Sizes of a Qwen3-MoE-shaped model, whose layers are all sparse."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool = True
-
-    def config(self, dtype: str) -> dict[str, Any]:
-        names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-        return Preset.config(self, dtype) | names
-
-    def mlp_shapes(self) -> Shapes:
-        shapes: Shapes = {"mlp.gate.weight": (self.num_experts, self.hidden_size)}
-        for expert in range(self.num_experts):
-            prefix = f"mlp.experts.{expert}"
-            shapes |= _mlp_shapes(prefix, self.hidden_size, self.moe_intermediate_size)
-        return shapes
-
-
-def _mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
-    return {
-        f"{prefix}.gate_proj.weight": (inner, hidden),
-        f"{prefix}.up_proj.weight": (inner, hidden),
-        f"{prefix}.down_proj.weight": (hidden, inner),
-    }
-
 
 PRESETS = {
     "0.27b": Preset(
@@ -162,6 +67,18 @@ PRESETS = {
         num_experts_per_tok=4,
         moe_intermediate_size=320,
     ),
+    # The layers of 0.27b, three of four with the state of Qwen3.5-4B: 2.05 MiB a request.
+    "0.45b-hybrid": HybridPreset(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+    ),
     # Sizes that nothing was tuned for.
     "odd": Preset(
         vocab_size=1_003,
@@ -191,6 +108,19 @@ PRESETS = {
         num_key_value_heads=2,
         head_dim=16,
         tie_word_embeddings=True,
+    ),
+    "tiny-hybrid": HybridPreset(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
     ),
     "tiny-moe": SparsePreset(
         vocab_size=512,

@@ -2,12 +2,14 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 from sgl_pipeline.args import MigrationArgs, PipelineArgs, RecoveryArgs
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
 from sgl_pipeline.managers.planning.cost_files import find_costs
 from sgl_pipeline.managers.stages.recovery_actions import RecoveryActions
 from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
+from sgl_pipeline.migration.move_prices import MovePrices
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -49,7 +51,10 @@ def build_core(
         learns=args.stages.device == "cpu",
         layer_windows=[attention.window for attention in spec.attentions],
     )
-    migration = _migration(args.migration, capacity.plan, forecast)
+    state_bytes = [
+        0 if one is None else one.bytes_per_slot(args.stages.dtype) for one in spec.states
+    ]
+    migration = _migration(args.migration, capacity.plan, forecast, steps, state_bytes)
     throttle = ThrottleControl(
         steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens
     )
@@ -77,18 +82,27 @@ def saved_predictor(args: PipelineArgs, spec: ModelSpec) -> StepPredictor | None
     return StepPredictor(file.costs)
 
 
-def _migration(options: MigrationArgs, plan: StagePlan, forecast: StepForecast) -> MigrationControl:
-    """The control of layer moves, with a planner unless layers stay where they are."""
+def _migration(
+    options: MigrationArgs,
+    plan: StagePlan,
+    forecast: StepForecast,
+    steps: StepScheduler,
+    state_bytes: Sequence[int],
+) -> MigrationControl:
+    """The control of layer moves, with a planner unless layers stay where they are. A request's
+    state takes so many bytes in each layer."""
     if options.mode == "off":
         return MigrationControl.off(plan)
+    args = PlannerArgs(
+        window_steps=options.window_steps,
+        evaluate_steps=min(PlannerArgs().evaluate_steps, options.window_steps),
+    )
     planner = LayerPlanner(
-        PlannerArgs(
-            window_steps=options.window_steps,
-            evaluate_steps=min(PlannerArgs().evaluate_steps, options.window_steps),
-        ),
+        args,
         plan,
         forecast,
         max_layers=options.max_layers(plan),
+        prices=MovePrices(args, state_bytes, lambda: steps.state_slots.num_used),
     )
     return MigrationControl.of(options, plan, planner)
 

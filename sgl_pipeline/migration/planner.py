@@ -11,12 +11,14 @@ The rule `dynapipe` is the paper's: `delta_rule.py`.
 from collections.abc import Sequence
 
 from sgl_pipeline.migration.delta_rule import best_removal, even_split_less
+from sgl_pipeline.migration.move_prices import MovePrices
 from sgl_pipeline.migration.planner_args import MoveProposal, PlannerArgs
 from sgl_pipeline.migration.predictor import PartTimes
 from sgl_pipeline.migration.split_search import SplitSearch, StageTerms, can_stay_below
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.migration.work_window import Unanimity, WorkWindow
 from sgl_pipeline.stage_plan import StagePlan
+from sgl_pipeline.wire.move_orders import layer_moves
 
 
 class LayerPlanner:
@@ -26,6 +28,7 @@ class LayerPlanner:
         forecast: predicts step times; its owner passes it steps and plans.
         max_layers: the most layers that each stage may hold, old and new ones together while
             they move; None: any number. May be replaced at any time.
+        prices: of moves; None: those of `args`, without states.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class LayerPlanner:
         plan: StagePlan,
         forecast: StepForecast,
         max_layers: tuple[int, ...] | None = None,
+        prices: MovePrices | None = None,
     ) -> None:
         self._args = args
         self._num_stages = plan.num_stages
@@ -41,7 +45,7 @@ class LayerPlanner:
         self.forecast = forecast
         self._predictor = forecast.predictor
         self.max_layers = max_layers
-        self.layer_price_s = args.layer_price_s
+        self.prices = prices or MovePrices(args)
         self._window = WorkWindow(args.window_steps)
         self._removals: Unanimity[int] = Unanimity(args.window_steps)
         self._agreed_removal: int | None = None
@@ -108,14 +112,15 @@ class LayerPlanner:
         before_ms, after_ms = self.predict(current), self.predict(layer_counts)
         if before_ms is None or after_ms is None:
             return None
-        moved = self._search_from(tuple(current)).moved_layers(layer_counts)
+        old, new = (StagePlan(0, tuple(counts)) for counts in (current, layer_counts))
+        moved = [one.layer for one in layer_moves(old, new)]
         return MoveProposal(
             layer_counts=tuple(layer_counts),
             before_ms=before_ms,
             after_ms=after_ms,
             gain_share=1.0 - max(after_ms) / max(before_ms) if max(before_ms) else 0.0,
-            moved_layers=moved,
-            price_s=self._args.move_price_s + moved * self.layer_price_s,
+            moved_layers=len(moved),
+            price_s=self.prices.of(moved),
         )
 
     def worthwhile(self, current: tuple[int, ...], split: tuple[int, ...]) -> MoveProposal | None:
@@ -126,12 +131,6 @@ class LayerPlanner:
     def is_allowed(self, current: Sequence[int], layer_counts: Sequence[int]) -> bool:
         """True if every stage may hold its layers of both splits."""
         return self._search_from(tuple(current)).is_allowed(layer_counts)
-
-    def learn_price(self, layer_price_s: float) -> None:
-        """Learns the cost of a layer of the last move. Where the arguments make moves free, they
-        stay free: a rule without prices is not held back by the first move."""
-        if self._args.layer_price_s > 0.0:
-            self.layer_price_s = layer_price_s
 
     def moved(self) -> None:
         """A move has ended, well or not: proposals begin anew."""

@@ -10,10 +10,11 @@ from sgl_pipeline.args import require
 class PlannerArgs:
     """The conditions under which a move is worth its cost.
 
-    A move costs `move_price_s + moved layers * layer_price_s` seconds of the pipeline's time. The
-    rule `balance` proposes it once the steps have lost as much by staying, counted while another
-    split is at least `min_gain_share` of the slowest stage's time faster: whatever the load does
-    next, moving has then cost no more than not moving had (ski rental).
+    A move costs `move_price_s + moved layers * layer_price_s` seconds of the pipeline's time, and
+    `state_byte_price_s` for each byte of states that moves (`move_prices.py` learns both). The rule
+    `balance` proposes it once the steps have lost as much by staying, counted while another split
+    is at least `min_gain_share` of the slowest stage's time faster: whatever the load does next,
+    moving has then cost no more than not moving had (ski rental).
 
     The rule `dynapipe` is the paper's. `reading` interprets its window, which it leaves open: with
     `unanimous` a plan is proposed when it was best at every position of the window; with
@@ -27,6 +28,7 @@ class PlannerArgs:
     min_gain_share: float = 0.03
     move_price_s: float = 0.0
     layer_price_s: float = 0.1  # DynaPipe: under 100 ms a layer over PCIe
+    state_byte_price_s: float = 1e-9  # a host copies about 1 GB/s so, beside its steps
 
     def __post_init__(self) -> None:
         require(self.window_steps >= 1, f"a window of {self.window_steps} steps; 1 or more")
@@ -35,7 +37,8 @@ class PlannerArgs:
             f"an evaluation every {self.evaluate_steps} steps; between 1 and the window's "
             f"{self.window_steps}",
         )
-        require(min(self.move_price_s, self.layer_price_s) >= 0.0, "prices must not be negative")
+        prices = self.move_price_s, self.layer_price_s, self.state_byte_price_s
+        require(min(prices) >= 0.0, "prices must not be negative")
 
     @classmethod
     def as_published(

@@ -110,16 +110,6 @@ class SplitSearch:
             costs.append(np.where(stage_times <= limit_ms, sums, np.inf))
         return self._least_sum(costs)
 
-    def moved_layers(self, layer_counts: Sequence[int]) -> int:
-        """Number of layers that another stage has in that split."""
-        ends = [0, *accumulate(layer_counts)]
-        return int(
-            sum(
-                arriving[start, end]
-                for arriving, start, end in zip(self._arriving, ends, ends[1:], strict=False)
-            )
-        )
-
     def is_allowed(self, layer_counts: Sequence[int]) -> bool:
         """True if every stage may hold its layers of that split beside its present ones."""
         ends = [0, *accumulate(layer_counts)]

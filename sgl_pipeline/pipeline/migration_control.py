@@ -180,8 +180,8 @@ class MigrationControl:
         return record
 
     def _note_end(self, record: MoveRecord | None) -> None:
-        """Reports the move that was under way, if it is over now. The planner learns what a layer
-        of it cost: the time that steps waited, and the stages' share of the time before that."""
+        """Reports the move that was under way, if it is over now. The planner learns from it:
+        the time that steps waited, and the stages' share of the time before that."""
         if record is None or not record.is_over:
             return
         self.events.append(record)
@@ -193,7 +193,12 @@ class MigrationControl:
             stalled_s = record.gap_ms * 1e-3
             shared_s = MOVE_SHARE * (record.switched_s - record.began_s)
             old, new = (StagePlan(0, counts) for counts in (record.before, record.after))
-            self.planner.learn_price((stalled_s + shared_s) / len(layer_moves(old, new)))
+            self.planner.prices.learn(
+                [one.layer for one in layer_moves(old, new)],
+                stalled_s=stalled_s,
+                shared_s=shared_s,
+                patched_bytes=record.patched_bytes,
+            )
 
     def _require_on(self) -> None:
         if self.mode == "off":

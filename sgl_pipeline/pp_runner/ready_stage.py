@@ -91,7 +91,7 @@ class ReadyStage:
             StepOrder: self._run_step,
             MirrorSnapshot: runner.restore,
             PrepareMove: mover.prepare,
-            SwitchPlan: self._interrupting(mover.switch),
+            SwitchPlan: self._interrupting(self._switch),
             AbandonMove: mover.abandon,
             UseStore: self._use_store,
             SavePages: transfers.obey,
@@ -150,6 +150,17 @@ class ReadyStage:
 
         return interrupt_and_obey
 
+    def _switch(self, order: SwitchPlan) -> None:
+        """Raises RegroupDue where the switch must be dropped."""
+        self._mover.switch(order)
+        self._send_rest()
+
+    def _send_rest(self) -> None:
+        """Sends what other stages lack, as they take it up. Raises RegroupDue where the stages
+        regroup instead."""
+        while not self._mover.send_rest():
+            self._inbox.attend_for(MOVE_POLL_S)
+
     def _use_store(self, order: UseStore) -> None:
         """Begins with another store and other peers, which also have what they have lent."""
         self._transfers.obey(order)
@@ -157,11 +168,13 @@ class ReadyStage:
             self._runner.offload.use(order.peers)
 
     def _finish_handover(self, order: FinishHandover) -> None:
-        """Refuses transfers first: a load fills pages that the other worker does not get."""
+        """Refuses transfers first: a load fills pages that the other worker does not get. Raises as
+        `_send_rest`."""
         self._report_transfers()
         for report in self._transfers.refuse_open("the stage is handed over to another worker"):
             self._channel.send(report)
         self._mover.obey(order)
+        self._send_rest()
 
     def _start_profile(self, order: StartProfile) -> None:
         self._channel.send(self._profile.start(order))

@@ -37,6 +37,11 @@ class StateSlots:
         return len(self._free)
 
     @property
+    def num_used(self) -> int:
+        """Slots that hold anything."""
+        return self.num_slots - len(self._free)
+
+    @property
     def num_evictable(self) -> int:
         """Slots of snapshots that would give way."""
         return 0 if self.source is None else self.source.num_evictable

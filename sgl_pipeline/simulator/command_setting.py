@@ -134,6 +134,13 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--migration-spare-layers", type=int, default=defaults.spare_layers)
     parser.add_argument("--migration-weights", choices=MIGRATION_WEIGHTS, default=defaults.weights)
     parser.add_argument(
+        "--state-mib",
+        type=positive,
+        metavar="MIB",
+        help="of a request in each of three layers of four, which take them along when they move; "
+        "with --max-mamba-cache-size",
+    )
+    parser.add_argument(
         "--forecast",
         choices=("tables", "online"),
         default="tables",
@@ -288,7 +295,11 @@ def _migration(options: argparse.Namespace) -> Migration:
         weights=options.migration_weights,
         window_steps=options.migration_window,
     )
-    return Migration(args=args)
+    require(
+        options.state_mib is None or (options.max_mamba_cache_size > 0 and args.mode != "off"),
+        "--state-mib does nothing without --migration auto and --max-mamba-cache-size",
+    )
+    return Migration(args=args, state_bytes=round((options.state_mib or 0) * 2**20))
 
 
 def _store(options: argparse.Namespace) -> StoreCosts | None:

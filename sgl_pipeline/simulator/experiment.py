@@ -242,7 +242,7 @@ class Cluster:
             scheduler,
             costs,
             forecast,
-            self.migration.control(plan, forecast),
+            self.migration.control(plan, forecast, scheduler),
             self.migration.move_costs(self.shape, *LINKS[self.link], page_size),
             self.slowdowns,
             self.migration.wishes,

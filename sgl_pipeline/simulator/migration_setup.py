@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sgl_pipeline.args import MigrationArgs
+from sgl_pipeline.migration.move_prices import MovePrices
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
+from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.models import ModelShape
 from sgl_pipeline.simulator.page_copies import MoveCosts
 from sgl_pipeline.stage_plan import StagePlan
@@ -22,28 +24,36 @@ class Migration:
     """The rules of layer moves.
 
     `planner` None: as the server's, with the window of `args`. `copying` and `shares_links` are as
-    in `MoveCosts`. `wishes` are an operator's plans, each with its moment.
+    in `MoveCosts`. With `state_bytes` three layers of four keep a state of so many bytes for each
+    request in place of keys and values, as Qwen3.5's; what steps take is as without.
+    `wishes` are an operator's plans, each with its moment.
     """
 
     args: MigrationArgs = _OFF
     planner: PlannerArgs | None = None
     copying: Literal["stage", "beside"] = "stage"
     shares_links: bool = False
+    state_bytes: int = 0
     wishes: tuple[tuple[float, tuple[int, ...]], ...] = ()
 
     @property
     def is_on(self) -> bool:
         return self.args.mode != "off"
 
-    def control(self, plan: StagePlan, forecast: StepForecast) -> MigrationControl:
-        """The control of a new pipeline."""
+    def control(
+        self, plan: StagePlan, forecast: StepForecast, scheduler: StepScheduler
+    ) -> MigrationControl:
+        """The control of a new pipeline with that scheduler."""
         if not self.is_on:
             return MigrationControl.off(plan)
         window = self.args.window_steps
         args = self.planner or PlannerArgs(
             window_steps=window, evaluate_steps=min(PlannerArgs().evaluate_steps, window)
         )
-        planner = LayerPlanner(args, plan, forecast, self.args.max_layers(plan))
+        prices = MovePrices(
+            args, self._state_bytes(plan.num_layers), lambda: scheduler.state_slots.num_used
+        )
+        planner = LayerPlanner(args, plan, forecast, self.args.max_layers(plan), prices)
         return MigrationControl.of(self.args, plan, planner)
 
     def move_costs(
@@ -53,6 +63,7 @@ class Migration:
         is_resident = self.args.weights == "resident"
         return MoveCosts(
             kv_bytes_per_token=model.kv_bytes_per_layer_token,
+            state_bytes=self._state_bytes(model.num_layers),
             page_size=page_size,
             weight_bytes=model.layer_weight_bytes,
             weight_bytes_per_s=float("inf") if is_resident else _WEIGHT_BYTES_PER_S,
@@ -61,6 +72,10 @@ class Migration:
             copying=self.copying,
             shares_links=self.shares_links,
         )
+
+    def _state_bytes(self, num_layers: int) -> tuple[int, ...]:
+        """Of a slot in each layer, none where it has pages."""
+        return tuple(self.state_bytes if layer % 4 < 3 else 0 for layer in range(num_layers))
 
 
 STILL = Migration()

@@ -1,12 +1,16 @@
-"""Pages of the layers that go from one stage to another, as time that passes.
+"""Pages and states of the layers that go from one stage to another, as time that passes.
 
 Part of `virtual_moves.py`; the stages' own way is `pp_runner/layer_moves/outgoing_layers.py`: a
 round of all pages, further rounds of what was written meanwhile until that is little, a patch after
-the switch. Bytes are a fluid here: no parcel is cut.
+the switch, and states behind the pages (`state_copies.py`). Bytes are a fluid here: no parcel is
+cut.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+from sgl_pipeline.simulator.state_copies import StateCopies
 
 # As `pp_runner/layer_moves/outgoing_layers.py` has them.
 SMALL_PATCH_PAGES = 64
@@ -20,8 +24,9 @@ MAX_UNREAD = 4
 class MoveCosts:
     """The costs of sending a layer to another stage.
 
-    `kv_bytes_per_token` of one layer. `weight_bytes_per_s` is how fast a layer's weights are read
-    when a move begins; infinite where they are resident. `copying` says whose time the pages take:
+    `kv_bytes_per_token` of a layer with pages; `state_bytes` of a request's state in each layer, 0
+    in one with pages (empty: all have pages). `weight_bytes_per_s` is how fast a layer's weights
+    are read when a move begins; infinite where they are resident. `copying` says whose time it is:
     the `stage`'s own, as ours do (its idle time and `MOVE_SHARE` of each step's; between two steps
     no more than `slice_bytes`, which the target has to take up first), or no stage's, `beside` its
     kernels (a card's copy engine, as DynaPipe's). With `shares_links` pages and activations use one
@@ -29,6 +34,7 @@ class MoveCosts:
     """
 
     kv_bytes_per_token: int = 0
+    state_bytes: tuple[int, ...] = ()
     page_size: int = 16
     weight_bytes: int = 0
     weight_bytes_per_s: float = float("inf")
@@ -38,10 +44,17 @@ class MoveCosts:
     slice_bytes: float = MAX_UNREAD * PARCEL_BYTES
     shares_links: bool = False
 
-    @property
-    def page_bytes(self) -> int:
-        """Of one layer."""
-        return self.kv_bytes_per_token * self.page_size
+    def page_bytes(self, layers: Sequence[int]) -> int:
+        """Of a page in those of `layers` that have any."""
+        num_layers = sum(not self._state_bytes(layer) for layer in layers)
+        return num_layers * self.kv_bytes_per_token * self.page_size
+
+    def slot_bytes(self, layers: Sequence[int]) -> int:
+        """Of a request's states in those of `layers` that have any."""
+        return sum(map(self._state_bytes, layers))
+
+    def _state_bytes(self, layer: int) -> int:
+        return self.state_bytes[layer] if self.state_bytes else 0
 
     def load_s(self, num_layers: int) -> float:
         return num_layers * self.weight_bytes / self.weight_bytes_per_s
@@ -54,7 +67,8 @@ class MoveCosts:
 class PageCopy:
     """The `layers` that go from `source` to `target`.
 
-    Copying begins at `begins_s`. `ready_s` is when what is left first was little; None until then.
+    Copying begins at `begins_s`, of `num_pages` pages and of the states in `slots`. `ready_s` is
+    when what is left first was little; None until then.
     `arrived_s` is when the last byte of the patch is at the target, known from the switch on;
     `all_s` when the target has taken up everything, known once it has.
     """
@@ -64,8 +78,8 @@ class PageCopy:
     source: int
     target: int
     num_pages: int
+    slots: tuple[int, ...]
     begins_s: float
-    queued_bytes: float = field(init=False)
     copied_bytes: float = 0.0
     taken_bytes: float = 0.0
     patch_bytes: float = 0.0
@@ -75,21 +89,33 @@ class PageCopy:
     looked_s: float = field(init=False)  # for copies beside the steps: accounted for until then
     took_s: float = 0.0  # the target's time is accounted for until then
     debt_s: float = 0.0  # activations had the link
+    _page_bytes: int = field(init=False)
+    _left_of_pages: float = field(init=False)
+    _states: StateCopies = field(init=False)
     _written: set[int] = field(default_factory=set)
     _rounds: int = 1
 
     def __post_init__(self) -> None:
-        self.queued_bytes = self._bytes_of(self.num_pages)
+        self._page_bytes = self.costs.page_bytes(self.layers)
+        self._left_of_pages = self._bytes_of(self.num_pages)
+        self._states = StateCopies(self.costs.slot_bytes(self.layers), self.slots)
         self.looked_s = self.begins_s
+
+    @property
+    def queued_bytes(self) -> float:
+        """Bytes that are to be sent before the switch, as far as is known now."""
+        return self._left_of_pages + self._states.queued_bytes
 
     @property
     def untaken_bytes(self) -> float:
         """Bytes that are on their way or lie at the target."""
         return self.copied_bytes + self.patch_bytes - self.taken_bytes
 
-    def wrote(self, pages: list[int]) -> None:
+    def wrote(self, pages: Iterable[int], slots: Iterable[int]) -> None:
         """A step on the source has written to these."""
-        self._written.update(pages)
+        if self._page_bytes:
+            self._written.update(pages)
+        self._states.wrote(slots)
 
     def send(self, since_s: float, until_s: float, most_bytes: float = float("inf")) -> float:
         """Sends what there is to send from one moment to another; returns when that ended, which is
@@ -98,21 +124,21 @@ class PageCopy:
         self.debt_s = max(0.0, min(self.debt_s, now_s - until_s))
         ended_s = since_s
         while now_s <= until_s:
+            if not self._left_of_pages and self._has_more_rounds():
+                self._rounds += 1
+                self._left_of_pages = self._bytes_of(len(self._written))
+                self._written.clear()
             num_bytes = min(self.queued_bytes, most_bytes, self._most_in(until_s - now_s))
-            self.queued_bytes -= num_bytes
+            self._count_sent(num_bytes)
             self.copied_bytes += num_bytes
             most_bytes -= num_bytes
             now_s += self.costs.copy_s(num_bytes)
             ended_s = now_s if num_bytes else ended_s
             if self.queued_bytes > 0.0:
                 break
-            if self.ready_s is None and not self._has_more_rounds():
-                self.ready_s = now_s
             if not self._has_more_rounds():
+                self.ready_s = now_s if self.ready_s is None else self.ready_s
                 break
-            self._rounds += 1
-            self.queued_bytes = self._bytes_of(len(self._written))
-            self._written.clear()
         return ended_s
 
     def sent_if_idle(self, since_s: float) -> float:
@@ -136,8 +162,9 @@ class PageCopy:
 
     def finish(self, now_s: float) -> float:
         """The switch: all that the target lacks is sent. Returns when it is on its way."""
-        self.patch_bytes = self.queued_bytes + self._bytes_of(len(self._written))
-        self.queued_bytes = 0.0
+        of_pages = self._left_of_pages + self._bytes_of(len(self._written))
+        self._left_of_pages = 0.0
+        self.patch_bytes = of_pages + self._states.take_rest()
         sent_s = now_s + self.costs.copy_s(self.patch_bytes)
         self.arrived_s = sent_s + self.costs.latency_s
         return sent_s
@@ -172,4 +199,14 @@ class PageCopy:
         return len(self._written) > SMALL_PATCH_PAGES and self._rounds < MAX_ROUNDS
 
     def _bytes_of(self, num_pages: int) -> float:
-        return float(num_pages * len(self.layers) * self.costs.page_bytes)
+        return float(num_pages * self._page_bytes)
+
+    def _count_sent(self, num_bytes: float) -> None:
+        """Pages go first."""
+        if num_bytes == self.queued_bytes:  # whatever the rounding of a sum of fractions
+            self._left_of_pages = 0.0
+            self._states.send(float("inf"))
+            return
+        of_pages = min(num_bytes, self._left_of_pages)
+        self._left_of_pages -= of_pages
+        self._states.send(num_bytes - of_pages)

@@ -7,47 +7,19 @@ an answer's moment is that of a stage which stays idle; a further step puts it o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
 
-from sgl_pipeline.simulator.page_copies import PARCEL_BYTES, MoveCosts, PageCopy
+from sgl_pipeline.simulator.page_copies import PARCEL_BYTES, MoveCosts
 from sgl_pipeline.simulator.stage_clock import StageClock
+from sgl_pipeline.simulator.virtual_move import VirtualMove, WrittenPlaces
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.move_orders import (
     MOVE_SHARE,
     AbandonMove,
-    MoveDone,
     MoveOrder,
-    MoveReady,
     MoveReport,
     PrepareMove,
     SwitchPlan,
-    layer_moves,
 )
-
-_INT32_BYTES = 4
-
-
-@dataclass(slots=True)
-class _VirtualMove:
-    """The move under way; `began_s[s]` is when stage `s` took the newest order of it."""
-
-    move: int
-    began_s: list[float]
-    loaded_s: list[float]
-    load_s: list[float]
-    copies: list[PageCopy]
-    patch_s: list[float]
-    wait_s: list[float]
-    is_switched: bool = False
-    awaiting: set[int] = field(default_factory=set)  # stages whose next step waits for pages
-    answered: set[int] = field(default_factory=set)
-
-    def of_source(self, stage: int) -> Iterator[PageCopy]:
-        return (copy for copy in self.copies if copy.source == stage)
-
-    def of_target(self, stage: int) -> Iterator[PageCopy]:
-        return (copy for copy in self.copies if copy.target == stage)
 
 
 class VirtualMoves:
@@ -66,7 +38,7 @@ class VirtualMoves:
         self._plan = plan
         self._clocks = clocks
         self._transit_s = transit_s
-        self._open: _VirtualMove | None = None
+        self._open: VirtualMove | None = None
 
     @property
     def is_open(self) -> bool:
@@ -118,9 +90,9 @@ class VirtualMoves:
             return None
         return min(copy.layers[0] for copy in move.of_target(stage))
 
-    def ran(self, stage: int, compute_s: float, done_s: float, pages: list[int]) -> float:
-        """A step has run on a stage and has written to `pages`; returns when the stage is free, for
-        it copies a little between two steps."""
+    def ran(self, stage: int, compute_s: float, done_s: float, written: WrittenPlaces) -> float:
+        """A step has run on a stage and has `written`; returns when the stage is free, for it
+        copies a little between two steps."""
         move = self._open
         if move is None or move.is_switched:
             return done_s
@@ -128,10 +100,10 @@ class VirtualMoves:
             for copy in move.of_source(stage):
                 copy.send(copy.looked_s, done_s)
                 copy.looked_s = max(copy.looked_s, done_s)
-                copy.wrote(pages)
+                copy.wrote(*written)
             return done_s
         for copy in move.of_source(stage):
-            copy.wrote(pages)
+            copy.wrote(*written)
         until_s = done_s + MOVE_SHARE * compute_s
         return self._copy(move, stage, done_s, until_s, self._costs.slice_bytes)
 
@@ -158,7 +130,7 @@ class VirtualMoves:
         if move is None:
             return []
         due = sorted((moment_s, stage) for moment_s, stage in self._due() if moment_s <= now_s)
-        reports = [self._report(move, stage) for _, stage in due]
+        reports = [move.report(stage) for _, stage in due]
         move.answered.update(stage for _, stage in due)
         if move.is_switched and len(move.answered) == len(self._clocks):
             self._open = None
@@ -166,34 +138,8 @@ class VirtualMoves:
 
     def _prepare(self, order: PrepareMove, sent_s: float) -> None:
         assert self._open is None, "a move began before the last one was over"
-        num_pages = len(order.pages) // _INT32_BYTES
-        ways = [
-            (way, tuple(one.layer for one in group))
-            for way, group in groupby(
-                layer_moves(self._plan, order.plan), key=lambda one: (one.source, one.target)
-            )
-        ]
         began_s = [max(clock.free_s, sent_s) for clock in self._clocks]
-        load_s = [0.0] * len(began_s)
-        for (_, target), layers in ways:
-            load_s[target] += self._costs.load_s(len(layers))
-        loaded_s = [began + load for began, load in zip(began_s, load_s, strict=True)]
-        copies = [
-            PageCopy(
-                self._costs,
-                layers,
-                source,
-                target,
-                num_pages,
-                # A target takes up no page before the layers are there.
-                begins_s=max(began_s[source], loaded_s[target]) + self._costs.latency_s,
-            )
-            for (source, target), layers in ways
-        ]
-        zeros = [0.0] * len(began_s)
-        self._open = _VirtualMove(
-            order.move, began_s, loaded_s, load_s, copies, zeros.copy(), zeros.copy()
-        )
+        self._open = VirtualMove.of(self._costs, order, self._plan, began_s)
 
     def _switch(self, order: SwitchPlan, sent_s: float) -> None:
         move = self._open
@@ -222,7 +168,7 @@ class VirtualMoves:
 
     def _copy(
         self,
-        move: _VirtualMove,
+        move: VirtualMove,
         stage: int,
         since_s: float,
         until_s: float,
@@ -238,38 +184,7 @@ class VirtualMoves:
         return now_s
 
     def _due(self) -> Iterator[tuple[float, int]]:
-        """The moments of the reports of stages that have not answered."""
-        move = self._open
-        if move is None:
-            return
-        for stage, clock in enumerate(self._clocks):
-            if stage not in move.answered:
-                at_s = self._done_s if move.is_switched else self._ready_s
-                yield at_s(move, stage, clock.free_s) + self._transit_s, stage
-
-    def _ready_s(self, move: _VirtualMove, stage: int, free_s: float) -> float:
-        ready_s = max(move.began_s[stage], move.loaded_s[stage])
-        now_s = free_s
-        for copy in move.of_source(stage):
-            since_s = copy.looked_s if self._costs.copying == "beside" else now_s
-            now_s = copy.sent_if_idle(since_s)
-            ready_s = max(ready_s, now_s if copy.ready_s is None else copy.ready_s)
-        return ready_s
-
-    def _done_s(self, move: _VirtualMove, stage: int, free_s: float) -> float:
-        done_s = move.began_s[stage]
-        for copy in move.of_target(stage):
-            done_s = max(done_s, copy.has_all_if_idle(free_s))
-        return done_s
-
-    def _report(self, move: _VirtualMove, stage: int) -> MoveReport:
-        if not move.is_switched:
-            return MoveReady(stage=stage, move=move.move, load_ms=move.load_s[stage] * 1e3)
-        return MoveDone(
-            stage=stage,
-            move=move.move,
-            copied_bytes=int(sum(copy.copied_bytes for copy in move.of_source(stage))),
-            patched_bytes=int(sum(copy.patch_bytes for copy in move.of_source(stage))),
-            patch_ms=move.patch_s[stage] * 1e3,
-            wait_ms=move.wait_s[stage] * 1e3,
-        )
+        """The moments at which reports of stages arrive that have not answered."""
+        if self._open is not None:
+            for answer_s, stage in self._open.due([clock.free_s for clock in self._clocks]):
+                yield answer_s + self._transit_s, stage

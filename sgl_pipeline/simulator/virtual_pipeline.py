@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.migration_control import MigrationControl
 from sgl_pipeline.pipeline.open_step import OpenStep
@@ -29,6 +28,7 @@ from sgl_pipeline.simulator.simulation import SimulatedStep, Simulation
 from sgl_pipeline.simulator.stage_clock import SharedStageClock, Slowdown, StageClock
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_clients import VirtualClients
+from sgl_pipeline.simulator.virtual_move import WrittenPlaces
 from sgl_pipeline.simulator.virtual_moves import VirtualMoves
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
@@ -275,7 +275,9 @@ class VirtualPipeline:
         shape = StepShape.of(microbatch) if self._remote is None else self._remote.shape(microbatch)
         prepare_s = costs.host.prepare_s(len(microbatch.chunks))
         compute_s = costs.stage_seconds(shape, microbatch.step_id)
-        pages = self._written_pages(microbatch) if self._moves.is_copying else []
+        written = None
+        if self._moves.is_copying:
+            written = WrittenPlaces.of(microbatch, self._moves.page_size)
         timings = []
         input_s = sent_s
         for stage, clock in enumerate(self._clocks):
@@ -289,8 +291,8 @@ class VirtualPipeline:
             start_s, end_s = clock.run(start_s, busy_s, remote_s)
             timing = self._timing(free_s, sent_s, prepare_s, start_s, end_s)
             timings.append(timing)
-            if pages:
-                clock.free_s = self._moves.ran(stage, end_s - start_s, end_s, pages)
+            if written is not None:
+                clock.free_s = self._moves.ran(stage, end_s - start_s, end_s, written)
             if self._store is not None:
                 self._store.ran(stage, start_s, end_s)
             if stage + 1 < costs.num_stages:
@@ -316,14 +318,6 @@ class VirtualPipeline:
         before_s = self._costs.seconds_before(shape, stage, layer)
         reached_s = start_s + self._slowed(stage, start_s, before_s)
         return self._moves.wait(stage, reached_s) - reached_s
-
-    def _written_pages(self, microbatch: Microbatch) -> list[int]:
-        """The pages that the step writes to."""
-        size = self._moves.page_size
-        pages: list[int] = []
-        for chunk in microbatch.chunks:
-            pages += chunk.request.pages[chunk.start // size : -(-chunk.end // size)]
-        return pages
 
     def _timing(
         self, free_s: float, sent_s: float, prepare_s: float, start_s: float, end_s: float

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from fault_schedules.fake_model import FakeStage, LayerPages
 from fault_schedules.virtual_time import DelayedPipe, EventLoop
@@ -12,10 +12,18 @@ from fault_schedules.virtual_time import DelayedPipe, EventLoop
 from sgl_pipeline.errors import CheckpointError
 from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
 from sgl_pipeline.pp_runner.layer_moves.move_site import Awaited, Parcel, StageGone
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import MAX_READING
 from sgl_pipeline.stage_plan import StagePlan
 
-# A layer and some of its pages, or of its states.
-FakeRows = tuple[int, Any]
+
+class FakeRows(NamedTuple):
+    """Some of a layer's pages, or of its states, by their numbers."""
+
+    layer: int
+    places: dict[int, Any]
+    are_states: bool
+
+
 # Of pages: (move, source, target), or the address of a handover.
 Way = tuple[int, int, int] | str
 MAX_UNREAD = 2
@@ -86,20 +94,21 @@ class FakeSite:
 
     def read(self, layer: int, places: Sequence[int]) -> "FakeLeavingPages":
         copies: LayerPages | dict[int, int]
-        if self.has_states(layer):
+        are_states = self.has_states(layer)
+        if are_states:
             copies = self._layers.states.read(layer, places)
         else:
             held = self._layers.pages[layer]
             copies = {page: dict(held[page]) for page in places if page in held}
-        parcel = Parcel((layer, copies), len(copies), is_last=False)
+        parcel = Parcel(FakeRows(layer, copies, are_states), len(copies), is_last=False)
         return FakeLeavingPages(parcel, self._rng.choice((0, 0, 1, 3)))
 
     def write(self, rows: FakeRows) -> None:
-        layer, places = rows
-        if self.has_states(layer):
-            self._layers.states.write(layer, places)
+        assert rows.are_states == self.has_states(rows.layer)
+        if rows.are_states:
+            self._layers.states.write(rows.layer, rows.places)
         else:
-            self._layers.pages[layer] |= places
+            self._layers.pages[rows.layer] |= rows.places
 
     def know_plan(self, plan: StagePlan) -> None:
         self._plans[plan.epoch] = plan
@@ -162,26 +171,44 @@ class FakeReceiver:
 
 
 class FakeSender:
-    """A `PageSender` to a receiver that may not be there yet."""
+    """A `PageSender` to a receiver that may not be there yet. `note_full` is called when states
+    have to wait for it."""
 
     def __init__(
-        self, find: Callable[[], FakeReceiver | None], make_pipe: Callable[..., DelayedPipe]
+        self,
+        find: Callable[[], FakeReceiver | None],
+        make_pipe: Callable[..., DelayedPipe],
+        note_full: Callable[[], None],
     ) -> None:
         self._find = find
+        self._note_full = note_full
         self._num_on_way = 0
         self._pipe = make_pipe(self._deliver)
 
     def can_send(self) -> bool:
         receiver = self._find()
-        return receiver is not None and self._num_on_way + len(receiver.queue) < MAX_UNREAD
+        return receiver is not None and self._num_unread(receiver) < MAX_UNREAD
 
     def send(self, parcel: Parcel[FakeRows]) -> None:
-        assert self._find() is not None, "sent before the target listens"
+        receiver = self._find()
+        assert receiver is not None, "sent before the target listens"
+        if parcel.rows is not None and parcel.rows.are_states and not receiver.is_closed:
+            # Those that were being read when there was room last.
+            most = MAX_UNREAD + MAX_READING
+            assert self._num_unread(receiver) < most, "states fill the memory of a link"
         self._num_on_way += 1
         self._pipe.send(parcel)
 
-    def await_room(self, attend: Callable[[float], None]) -> None:
-        """In virtual time nothing waits."""
+    def has_room(self) -> bool:
+        receiver = self._find()
+        assert receiver is not None, "nobody has listened"
+        if receiver.is_closed or self._num_unread(receiver) < MAX_UNREAD:
+            return True
+        self._note_full()
+        return False
+
+    def _num_unread(self, receiver: FakeReceiver) -> int:
+        return self._num_on_way + len(receiver.queue)
 
     def close(self) -> None:
         self._num_on_way += 1
@@ -195,11 +222,13 @@ class FakeSender:
 
 
 class FakePageLinks:
-    """The ways between all stages; `make_pipe` makes one with its own delays."""
+    """The ways between all stages; `make_pipe` makes one with its own delays. `num_full`: how often
+    states had to wait for room."""
 
     def __init__(self, make_pipe: Callable[..., DelayedPipe]) -> None:
         self._make_pipe = make_pipe
         self._receivers: dict[Way, FakeReceiver] = {}
+        self.num_full = 0
 
     def of_stage(self, stage: int, on_arrival: Callable[[], None]) -> "StagePageLinks":
         return StagePageLinks(self, stage, on_arrival)
@@ -209,7 +238,10 @@ class FakePageLinks:
         return receiver
 
     def sender(self, way: Way) -> FakeSender:
-        return FakeSender(lambda: self._receivers.get(way), self._make_pipe)
+        return FakeSender(lambda: self._receivers.get(way), self._make_pipe, self._count_full)
+
+    def _count_full(self) -> None:
+        self.num_full += 1
 
 
 class StagePageLinks:

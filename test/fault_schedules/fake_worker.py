@@ -204,6 +204,8 @@ class FakeWorker:
     def _take(self, message: ToWorker) -> None:
         if isinstance(message, SealedOrder | OwnOrder):
             if isinstance(message, Regroup):
+                if self._mover is not None and self._mover.has_rest:
+                    self._due.popleft()  # the order that waits is dropped
                 self._due = deque(one for one in self._due if isinstance(one, OwnOrder))
                 self._parts.clear()
             self._due.append(message)
@@ -332,18 +334,15 @@ class FakeWorker:
                     break
             elif isinstance(order, PrepareMove):
                 self._mover.prepare(order)
-            elif isinstance(order, SwitchPlan):
-                self._transfers.cancel("SwitchPlan")
-                self._mover.switch(order)
+            elif isinstance(order, SwitchPlan | FinishHandover):
+                if not self._mover.has_rest:
+                    self._begin_rest(order)
+                if not self._mover.send_rest():
+                    break
             elif isinstance(order, AbandonMove):
                 self._mover.abandon(order)
             elif isinstance(order, Regroup):
                 self._regroup(order)
-            elif isinstance(order, FinishHandover):
-                self._report_transfers()
-                for report in self._transfers.refuse_open("FinishHandover"):
-                    self._report(report)
-                self._mover.obey(order)
             elif isinstance(order, OwnOrder):
                 self._mover.obey(order)
             elif isinstance(order, StoreOrder | OfferOrder | LeaseOrder):
@@ -358,10 +357,29 @@ class FakeWorker:
             self._due.popleft()
         self._report_transfers()
         if not self._is_busy and self._mover.is_open:
-            self._mover.work()
+            self._work_at_move()
             if not self._polls_move:
                 self._polls_move = True
                 self._after(self._rng.random() * MOVE_POLL_S, self._poll_move)
+
+    def _begin_rest(self, order: SwitchPlan | FinishHandover) -> None:
+        """Nothing else is obeyed until all is sent, but a `Regroup`."""
+        assert self._mover is not None and self._transfers is not None
+        if isinstance(order, SwitchPlan):
+            self._transfers.cancel("SwitchPlan")
+            self._mover.switch(order)
+            return
+        self._report_transfers()
+        for report in self._transfers.refuse_open("FinishHandover"):
+            self._report(report)
+        self._mover.obey(order)
+
+    def _work_at_move(self) -> None:
+        """As a stage does that waits for messages, or for the rows of a step. One that sends a rest
+        waits for its target alone."""
+        assert self._mover is not None
+        if not self._mover.has_rest:
+            self._mover.work()
 
     def _report_transfers(self) -> None:
         """Sends the reports of transfers that have ended, between two steps."""

@@ -45,6 +45,8 @@ class Outcome:
     num_owed_tokens: int
     num_drafted_tokens: int
     num_accepted_drafts: int
+    # How often states had to wait for their target when layers moved or a stage was handed over.
+    num_full_links: int
 
     @property
     def counts(self) -> Counter[str]:

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from fault_schedules.fake_worker import FakeWorker
 from fault_schedules.random_args import random_args
 from fault_schedules.world import has_tier, run_seed
 from support.mutations import Mutation, nothing_is_done, require_found
@@ -38,6 +39,7 @@ def test_schedules_with_states_hold_and_have_what_could_go_wrong() -> None:
     assert sum(outcome.num_handovers for outcome in outcomes) > len(seeds) // 10
     assert sum(outcome.num_shrunk for outcome in outcomes) > 0
     assert sum(outcome.num_moves for outcome in outcomes) > len(seeds) // 10
+    assert sum(outcome.num_full_links for outcome in outcomes) > len(seeds) // 10
     assert not any(outcome.num_replayed_tokens for outcome in outcomes)
 
 
@@ -104,6 +106,27 @@ def states_written_since_they_were_copied_do_not_follow(patch: pytest.MonkeyPatc
     patch.setattr(OutgoingLayers, "wrote", mutated)
 
 
+def states_are_sent_however_full_the_link_is(patch: pytest.MonkeyPatch) -> None:
+    send_rest = OutgoingLayers.send_rest
+
+    def mutated(self: OutgoingLayers[Any]) -> bool:
+        self._with_states = ()
+        return send_rest(self)
+
+    patch.setattr(OutgoingLayers, "send_rest", mutated)
+
+
+def a_stage_that_waits_for_rows_takes_no_parcels(patch: pytest.MonkeyPatch) -> None:
+    """Then the stage that sends them waits for ever, which would have sent the rows next."""
+    work_at_move = FakeWorker._work_at_move
+
+    def mutated(self: FakeWorker) -> None:
+        if not (self._parts and self._needs_rows()):
+            work_at_move(self)
+
+    patch.setattr(FakeWorker, "_work_at_move", mutated)
+
+
 MUTATIONS: dict[str, Mutation] = {
     one.__name__: one
     for one in (
@@ -114,6 +137,8 @@ MUTATIONS: dict[str, Mutation] = {
         retracted_requests_keep_their_slot,
         a_slot_is_sent_a_request_late,
         states_written_since_they_were_copied_do_not_follow,
+        states_are_sent_however_full_the_link_is,
+        a_stage_that_waits_for_rows_takes_no_parcels,
     )
 } | {
     "requests_go_on_with_the_states_of_a_lost_stage": nothing_is_done(LostPages, "lose_stages"),

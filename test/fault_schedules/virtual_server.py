@@ -174,6 +174,7 @@ class VirtualServer:
             num_lost_workers=len(self.pool.lost),
             num_leaves=self.pool.num_leaves,
             num_refusals=self.pool.num_refusals,
+            num_full_links=self.pool.num_full_links,
             num_unfit=self._num_unfit,
             has_given_up=self.has_ended,
             has_tier=self.tier is not None,

@@ -112,6 +112,11 @@ class WorkerPool:
             return num_pages
         return max(1, num_pages * num_stages // self._args.stages.num_stages)
 
+    @property
+    def num_full_links(self) -> int:
+        """How often states had to wait for their target."""
+        return self._page_links.num_full
+
     def is_gone(self, number: int) -> bool:
         """True if nothing that the worker says counts any more."""
         return number in self.lost or number in self.dismissed

@@ -198,16 +198,16 @@ def test_what_staying_has_cost_is_forgotten_where_staying_is_best() -> None:
 def test_the_price_of_a_layer_is_learned_from_moves() -> None:
     served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
     planner = planner_of(served, PlannerArgs())
-    planner.learn_price(1.7)
+    planner.prices.learn([0], stalled_s=0.7, shared_s=1.0, patched_bytes=9)
     assert not proposals(planner, served, [decode_step(4)] * 1000)
-    planner.learn_price(0.01)
+    planner.prices.learn([0, 1], stalled_s=0.02, shared_s=0.0, patched_bytes=9)
     assert proposals(planner, served, [decode_step(4)] * 5)
 
 
 def test_the_published_rule_moves_layers_again_whatever_the_last_move_cost() -> None:
     served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
     planner = planner_of(served, PlannerArgs.as_published())
-    planner.learn_price(1.7)
+    planner.prices.learn([0], stalled_s=0.7, shared_s=1.0, patched_bytes=9)
     found = proposals(planner, served, [decode_step(4)] * 30)
     assert found[0][1].layer_counts == (5, 3)
     assert found[0][1].price_s == 0.0
@@ -253,7 +253,13 @@ def test_a_single_stage_has_nothing_to_move() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"window_steps": 0}, {"evaluate_steps": 26}, {"move_price_s": -1.0}, {"layer_price_s": -0.1}],
+    [
+        {"window_steps": 0},
+        {"evaluate_steps": 26},
+        {"move_price_s": -1.0},
+        {"layer_price_s": -0.1},
+        {"state_byte_price_s": -1.0},
+    ],
 )
 def test_senseless_arguments_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError):

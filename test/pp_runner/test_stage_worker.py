@@ -386,7 +386,7 @@ def test_a_switch_or_handover_that_waits_for_a_target_is_dropped_when_the_stages
     }
     stage = late_stage([waiting[method], Regroup(4, plan, ("unix:new",)), Shutdown()])
     links_opened(stage, deque(), monkeypatch)
-    attend = stage.worker._inbox.attend_for
-    monkeypatch.setattr(stage.mover, method, lambda order: attend(0.0))
+    monkeypatch.setattr(stage.mover, method, lambda order: None)
+    monkeypatch.setattr(stage.mover, "send_rest", lambda: False)
     stage.serve()
     assert stage.channel.sent == [Regrouped(1, 4)]

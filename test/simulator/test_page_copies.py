@@ -1,17 +1,21 @@
 """Rounds of copying, and how much of them fits between two steps."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from sgl_pipeline.simulator.page_copies import MAX_ROUNDS, MoveCosts, PageCopy
+from sgl_pipeline.simulator.state_copies import RESTING_STEPS
 
 # A page of a layer is 10 bytes, ten of which are copied in a second.
 COSTS = MoveCosts(kv_bytes_per_token=5, page_size=2, bytes_per_s=100.0)
 
 
-def copy_of(num_pages: int, costs: MoveCosts = COSTS, num_layers: int = 1) -> PageCopy:
-    return PageCopy(costs, tuple(range(num_layers)), 0, 1, num_pages, begins_s=1.0)
+def copy_of(
+    num_pages: int, costs: MoveCosts = COSTS, num_layers: int = 1, slots: tuple[int, ...] = ()
+) -> PageCopy:
+    return PageCopy(costs, tuple(range(num_layers)), 0, 1, num_pages, slots, begins_s=1.0)
 
 
 def test_nothing_in_use_is_ready_at_once() -> None:
@@ -33,12 +37,12 @@ def test_pages_of_all_layers_are_copied() -> None:
 def test_what_was_written_meanwhile_is_copied_again_until_it_is_little() -> None:
     copy = copy_of(100)
     copy.send(0.0, 2.0)
-    copy.wrote(list(range(70)))
-    copy.wrote([3, 4])
+    copy.wrote(list(range(70)), ())
+    copy.wrote([3, 4], ())
     # 90 pages are left, then the 70 that were written.
     assert copy.sent_if_idle(2.0) == pytest.approx(18.0)
     copy.send(2.0, 11.0 + 1e-9)
-    copy.wrote(list(range(64)))
+    copy.wrote(list(range(64)), ())
     copy.send(11.0, 30.0)
     assert copy.ready_s == pytest.approx(18.0)
     assert copy.finish(30.0) == pytest.approx(36.4)
@@ -49,7 +53,7 @@ def test_rounds_end_where_steps_write_as_fast_as_pages_are_copied() -> None:
     copy, now_s = copy_of(100), 1.0
     rounds = 0
     while copy.ready_s is None:
-        copy.wrote(list(range(100)))
+        copy.wrote(list(range(100)), ())
         copy.send(now_s, now_s + 10.0)
         now_s, rounds = now_s + 10.0, rounds + 1
     assert rounds == MAX_ROUNDS
@@ -69,9 +73,71 @@ def test_the_target_takes_up_what_was_sent_in_its_own_time() -> None:
     copy.send(0.0, 5.0)
     assert copy.untaken_bytes == 100.0
     copy.take(5.0, 5.5)
-    copy.wrote([1, 2])
+    copy.wrote([1, 2], ())
     assert copy.finish(6.0) == pytest.approx(6.2)
     # 50 bytes of before and 20 of the patch, from 6.1 on.
     assert copy.has_all_if_idle(6.1) == pytest.approx(6.8)
     assert copy.wait(7.0) == pytest.approx(7.7)
     assert copy.has_all_if_idle(9.0) == pytest.approx(7.7)
+
+
+# Of two layers the first has states of 30 bytes.
+HYBRID = replace(COSTS, state_bytes=(30, 0))
+
+
+def test_states_go_once_behind_the_pages_and_those_written_meanwhile_at_the_switch() -> None:
+    copy = copy_of(10, HYBRID, num_layers=2, slots=(4, 5, 6))
+    assert copy.queued_bytes == 10 * 10 + 3 * 30
+    copy.send(1.0, 2.0)
+    assert copy.queued_bytes == 90
+    # Slot 5 is written before it has gone, 4 after the first 15 bytes of it have.
+    copy.wrote([1], [5])
+    copy.send(2.0, 2.15)
+    copy.wrote([1, 2], [4, 5])
+    assert copy.queued_bytes == 30
+    assert copy.sent_if_idle(3.0) == pytest.approx(3.3)
+    copy.send(3.0, 9.0)
+    assert copy.ready_s == pytest.approx(3.3)
+    copy.wrote([], [7])
+    # Two pages, and slots 4, 5 and 7.
+    assert copy.finish(9.0) == pytest.approx(9.0 + 0.2 + 0.9)
+    assert (copy.copied_bytes, copy.patch_bytes) == (pytest.approx(145.0), 110.0)
+
+
+def test_pages_of_layers_with_states_alone_do_not_count() -> None:
+    copy = copy_of(500, replace(COSTS, state_bytes=(30,)), slots=(1,))
+    copy.wrote(range(400), ())
+    copy.send(1.0, 9.0)
+    assert (copy.copied_bytes, copy.finish(9.0)) == (30.0, 9.0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bytes_of_states_are_those_of_a_source_that_sends_slot_by_slot(seed: int) -> None:
+    """Brute force: each slot is a parcel of one byte."""
+    rng = Random(seed)
+    costs = MoveCosts(state_bytes=(1,), bytes_per_s=100.0)
+    slots = tuple(rng.sample(range(20), rng.randint(0, 20)))
+    copy = copy_of(0, costs, slots=slots)
+    queue, written, sent, now_s = [*slots], dict[int, int](), 0, 1.0
+    for number in range(rng.choice((0, 30, 200))):
+        count = rng.randint(0, 3)
+        now_s += 1.0
+        copy.send(now_s, now_s + 1e9, most_bytes=count)
+        for _ in range(min(count, len(queue))):
+            queue.pop(0)
+            sent += 1
+        step = rng.sample(range(rng.choice((3, 60))), rng.randint(0, 3))
+        copy.wrote([], step)
+        for slot in step:
+            written.pop(slot, None)
+            written[slot] = number
+        queue = [slot for slot in queue if slot not in written]
+        if not queue:
+            resting = [slot for slot, last in written.items() if last <= number - RESTING_STEPS]
+            queue = [*resting]
+            for slot in resting:
+                del written[slot]
+        assert copy.queued_bytes == len(queue)
+    copy.finish(now_s)
+    assert copy.copied_bytes == sent
+    assert copy.patch_bytes == len(queue) + len(written)

@@ -61,6 +61,24 @@ def test_a_move_by_hand() -> None:
     assert (move.load_ms, move.patch_ms, move.wait_ms) == pytest.approx((1000.0, 1000.0, 250.0))
 
 
+def test_a_layer_with_states_waits_for_the_state_that_the_last_step_wrote() -> None:
+    costs = PipelineCosts(TokenSeconds(), layer_counts=(1, 2))
+    moves = replace(SLOW_MOVES, state_bytes=(32, 32, 0))
+    simulation = run_by_hand(
+        costs, requests((0.0, 4, 8)), moves, [(13.5, (2, 1))], num_state_slots=3
+    )
+    (move,) = simulation.moves
+    # As by pages, 24 bytes go from 15.25 until step 2 comes; it writes the state, so that nothing
+    # is left before the switch.
+    assert spans(simulation, 2) == [(15.0, 16.0), (16.0, 18.0)]
+    assert move.switched_s == pytest.approx(18.0)
+    # The state is sent from 18 to 19 and is there at 19.25; step 3 takes it up when it has run the
+    # first layer, in a second.
+    assert spans(simulation, 3) == [(18.0, 21.0), (21.0, 22.0)]
+    assert (move.copied_bytes, move.patched_bytes) == (24, 32)
+    assert (move.patch_ms, move.wait_ms) == pytest.approx((1000.0, 1000.0))
+
+
 def test_copies_beside_the_steps_cost_them_nothing_but_the_wait() -> None:
     costs = PipelineCosts(TokenSeconds(), layer_counts=(1, 2))
     beside = replace(SLOW_MOVES, copying="beside")

@@ -172,6 +172,9 @@ class LocalPipeline:
         """All stages obey an order between steps."""
         for mover in self.movers:
             _obey(mover, order)
+        while any(mover.has_rest and not mover.send_rest() for mover in self.movers):
+            for mover in self.movers:
+                mover.work()
 
     def has_more(self) -> bool:
         """True if requests wait for something other than a step."""

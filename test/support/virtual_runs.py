@@ -44,9 +44,9 @@ class TokenSeconds:
         return self.tail if shape.num_samples else 0.0
 
 
-def scheduler(num_stages: int) -> StepScheduler:
+def scheduler(num_stages: int, num_state_slots: int = 0) -> StepScheduler:
     return new_scheduler(
-        SchedulingArgs(page_size=4, radix_cache=False),
+        SchedulingArgs(page_size=4, radix_cache=False, num_state_slots=num_state_slots),
         ThrottleArgs(policy="throttle", max_prefill_tokens=64),
         num_pages=1000,
         num_stages=num_stages,
@@ -67,11 +67,11 @@ def run_by_hand(
     moves: MoveCosts,
     wishes: Wishes,
     slowdowns: Sequence[Slowdown] = (),
+    num_state_slots: int = 0,
 ) -> Simulation:
     control = MigrationControl.of(MANUAL, StagePlan(0, costs.layer_counts))
-    pipeline = VirtualPipeline(
-        scheduler(costs.num_stages), costs, None, control, moves, slowdowns, wishes
-    )
+    steps = scheduler(costs.num_stages, num_state_slots)
+    pipeline = VirtualPipeline(steps, costs, None, control, moves, slowdowns, wishes)
     return pipeline.run(workload)
 
 
@@ -86,7 +86,8 @@ def run_planned(
     plan = StagePlan(0, costs.layer_counts)
     fitted = fitted_costs(costs.stage, plan.num_layers, costs.layer_weights)
     forecast = StepForecast(plan, StepPredictor(fitted) if knows_costs else None)
-    control = migration.control(plan, forecast)
-    return VirtualPipeline(
-        scheduler(costs.num_stages), costs, forecast, control, MoveCosts(page_size=4), slowdowns
-    ).run(workload)
+    steps = scheduler(costs.num_stages)
+    control = migration.control(plan, forecast, steps)
+    return VirtualPipeline(steps, costs, forecast, control, MoveCosts(page_size=4), slowdowns).run(
+        workload
+    )

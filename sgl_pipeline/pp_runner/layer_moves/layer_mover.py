@@ -2,18 +2,15 @@
 
 The stage worker drives it between steps, `test/fault_schedules` in virtual time. It works a
 parcel at a time, on request, in the thread of the steps: so no page is read while it is written,
-and a stage decides itself how much of its time a move gets.
+and a stage decides itself how much of its time a move gets. It never waits: who drives it does.
 """
 
-from array import array
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Collection
 from typing import Generic
 
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.pp_runner.layer_moves.incoming_layers import IncomingLayers
 from sgl_pipeline.pp_runner.layer_moves.move_site import MoveSite, PageLinks, R
+from sgl_pipeline.pp_runner.layer_moves.open_move import OpenMove
 from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.pp_runner.layer_moves.page_handover import (
     HandoverOrder,
@@ -23,36 +20,15 @@ from sgl_pipeline.pp_runner.layer_moves.page_handover import (
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.move_orders import (
     AbandonMove,
-    LayerMove,
-    MoveDone,
     MoveFailed,
     MoveReady,
     MoveReport,
     PrepareMove,
     SwitchPlan,
-    layer_moves,
 )
-from sgl_pipeline.wire.step_order import INT32
 
 # Reads the time, in seconds.
 Clock = Callable[[], float]
-
-
-@dataclass(slots=True)
-class _OpenMove(Generic[R]):
-    """The move under way."""
-
-    order: PrepareMove
-    began_s: float
-    outgoing: list[OutgoingLayers[R]]
-    incoming: list[IncomingLayers[R]]
-    is_loading: bool
-    load_ms: float = 0.0
-    patch_ms: float = 0.0
-    is_ready: bool = False  # and has reported it
-    is_switched: bool = False
-    has_failed: bool = False
-    new_layers: list[int] = field(default_factory=list)
 
 
 class LayerMover(Generic[R]):
@@ -78,7 +54,7 @@ class LayerMover(Generic[R]):
         self._links = links
         self._report = report
         self._clock = clock
-        self._open: _OpenMove[R] | None = None
+        self._open: OpenMove[R] | None = None
         # Links of the last move. A socket that is closed with unread messages in it (buffers that
         # the target gave back) may be reset, and data that the target has not read yet may be lost.
         self._used: list[OutgoingLayers[R]] = []
@@ -94,8 +70,17 @@ class LayerMover(Generic[R]):
         """True if the plan has layers here whose pages are still on their way."""
         return self._open is not None and self._open.is_switched
 
+    @property
+    def has_rest(self) -> bool:
+        """True from `switch`, or the end of a handover, until `send_rest` has sent all: the stage
+        obeys nothing but `regroup` meanwhile."""
+        move = self._open
+        is_switching = move is not None and move.switch is not None and not move.is_switched
+        return is_switching or self._handover.has_rest
+
     def obey(self, order: HandoverOrder) -> None:
-        """Takes part in the handover of all pages of this stage to another worker.
+        """Takes part in the handover of all pages of this stage to another worker. Its end has a
+        rest to send.
 
         Raises ProtocolError as `PageHandover.obey`.
         """
@@ -109,25 +94,11 @@ class LayerMover(Generic[R]):
                 f"{self._open.order.move} was over"
             )
         self._close_used()
-        moves = layer_moves(self.plan, order.plan)
-        pages, slots = array(INT32, order.pages), array(INT32, order.slots)
-        incoming = [
-            IncomingLayers(layers, self._site, self._links.receiver(order.move, source))
-            for source, layers in _by_stage(
-                (one.source, one) for one in moves if one.target == self._stage
-            )
-        ]
-        outgoing = [
-            OutgoingLayers(layers, pages, slots, self._site, self._links.sender(order.move, target))
-            for target, layers in _by_stage(
-                (one.target, one) for one in moves if one.source == self._stage
-            )
-        ]
-        new_layers = [layer for part in incoming for layer in part.layers]
-        self._open = _OpenMove(order, self._clock(), outgoing, incoming, bool(new_layers))
-        self._open.new_layers = new_layers
-        if new_layers:
-            self._try(lambda: self._site.begin_loading(new_layers))
+        self._open = move = OpenMove.of(
+            order, self._stage, self.plan, self._site, self._links, self._clock()
+        )
+        if move.is_loading:
+            self._try(lambda: self._site.begin_loading(move.new_layers))
         self._look_whether_ready()
 
     def abandon(self, order: AbandonMove) -> None:
@@ -147,13 +118,13 @@ class LayerMover(Generic[R]):
         move, self._open = self._open, None
         if move is None or move.is_switched:
             if move is not None:
-                self._close_links(move)
+                move.close_links()
         elif plan.epoch == self.plan.epoch:
             self._let_go(move)
         else:
-            self._close_links(move)
+            move.close_links()
             self._site.know_plan(plan)
-            self._site.drop(layer for outgoing in move.outgoing for layer in outgoing.layers)
+            self._site.drop(move.leaving_layers)
             self.plan = plan
         if self.plan != plan:
             raise ProtocolError(
@@ -162,10 +133,10 @@ class LayerMover(Generic[R]):
             )
 
     def switch(self, order: SwitchPlan) -> None:
-        """All steps of the old plan have run here: sends the pages that the targets lack, and is
-        ready for the steps of the new one.
+        """All steps of the old plan have run here. `send_rest` comes next, until it has sent what
+        the targets lack: then the stage is ready for the steps of the new one.
 
-        Raises ProtocolError, and as `OutgoingLayers.finish`: then `regroup` comes next.
+        Raises ProtocolError.
         """
         move = self._open
         if move is None or move.order.move != order.move or not move.is_ready:
@@ -173,18 +144,32 @@ class LayerMover(Generic[R]):
                 f"stage {self._stage} was ordered to switch to {list(order.plan.layer_counts)}, "
                 "for which it is not ready"
             )
-        started_s = self._clock()
-        for outgoing in move.outgoing:
-            outgoing.finish()
+        move.begin_switch(order, self._clock())
+
+    def send_rest(self) -> bool:
+        """Sends as much of the rest of a switch or a handover as there is room for; True when all
+        is sent.
+
+        Stages never wait for room in a circle: layers cross a boundary in one direction, and a step
+        waits for pages only when all stages upstream have switched.
+        """
+        if self._handover.has_rest:
+            return self._handover.send_rest()
+        move = self._open
+        if move is None or move.switch is None or move.is_switched:
+            return True
+        if not move.send_rest():
+            return False
+        move.patch_ms = (self._clock() - move.switch_began_s) * 1e3
         self._used = move.outgoing
-        move.patch_ms = (self._clock() - started_s) * 1e3
-        self.plan = order.plan
-        self._site.know_plan(order.plan)
-        self._site.drop(layer for outgoing in move.outgoing for layer in outgoing.layers)
+        self.plan = move.switch.plan
+        self._site.know_plan(self.plan)
+        self._site.drop(move.leaving_layers)
         for incoming in move.incoming:
             self._site.wait_before(incoming.layers, incoming)
         move.is_switched = True
         self._look_whether_done()
+        return True
 
     def wrote(self, pages: Collection[int], slots: Collection[int]) -> None:
         """A step has written to these pages and state slots of all layers that it ran, or a load
@@ -204,11 +189,7 @@ class LayerMover(Generic[R]):
             self._try(self._take_loaded)
             if move.has_failed:
                 return False
-        did_work = False
-        for outgoing in move.outgoing if not move.is_switched else ():
-            did_work |= outgoing.work()
-        for incoming in move.incoming if not move.is_loading else ():
-            did_work |= incoming.work()
+        did_work = move.work()
         self._look_whether_ready()
         self._look_whether_done()
         return did_work
@@ -225,7 +206,7 @@ class LayerMover(Generic[R]):
         self._close_used()
         self._handover.close()
         if self._open is not None:
-            self._close_links(self._open)
+            self._open.close_links()
             self._open = None
 
     def _take_loaded(self) -> None:
@@ -236,7 +217,7 @@ class LayerMover(Generic[R]):
             self._open.is_loading = False
 
     def _try(self, prepare: Callable[[], None]) -> None:
-        """Runs `work`; a failure before the switch costs the move and nothing else."""
+        """Runs `prepare`; a failure before the switch costs the move and nothing else."""
         assert self._open is not None
         try:
             prepare()
@@ -246,8 +227,8 @@ class LayerMover(Generic[R]):
             message = f"{type(error).__name__}: {error}"
             self._report(MoveFailed(stage=self._stage, move=self._open.order.move, message=message))
 
-    def _let_go(self, move: _OpenMove[R]) -> None:
-        self._close_links(move)
+    def _let_go(self, move: OpenMove[R]) -> None:
+        move.close_links()
         self._site.drop(move.new_layers)
 
     def _close_used(self) -> None:
@@ -255,48 +236,15 @@ class LayerMover(Generic[R]):
             outgoing.close()
         self._used = []
 
-    @staticmethod
-    def _close_links(move: _OpenMove[R]) -> None:
-        for outgoing in move.outgoing:
-            outgoing.close()
-        for incoming in move.incoming:
-            incoming.close()
-
     def _look_whether_ready(self) -> None:
         move = self._open
-        if move is None or move.is_ready or move.has_failed or move.is_loading:
+        if move is None or move.is_ready or move.has_failed or not move.has_sent_once:
             return
-        if all(outgoing.is_ready for outgoing in move.outgoing):
-            move.is_ready = True
-            self._report(
-                MoveReady(
-                    stage=self._stage,
-                    move=move.order.move,
-                    load_ms=move.load_ms,
-                )
-            )
+        move.is_ready = True
+        self._report(MoveReady(stage=self._stage, move=move.order.move, load_ms=move.load_ms))
 
     def _look_whether_done(self) -> None:
-        move = self._open
-        if move is None or not move.is_switched:
-            return
-        if all(incoming.has_all for incoming in move.incoming):
-            self._report(
-                MoveDone(
-                    stage=self._stage,
-                    move=move.order.move,
-                    copied_bytes=sum(outgoing.copied_bytes for outgoing in move.outgoing),
-                    patched_bytes=sum(outgoing.patched_bytes for outgoing in move.outgoing),
-                    patch_ms=move.patch_ms,
-                    wait_ms=sum(incoming.wait_s for incoming in move.incoming) * 1e3,
-                )
-            )
+        report = None if self._open is None else self._open.done(self._stage)
+        if report is not None:
+            self._report(report)
             self._open = None
-
-
-def _by_stage(moves: Iterable[tuple[int, LayerMove]]) -> list[tuple[int, list[int]]]:
-    """The layers of each other stage; moves are ascending by layer, hence by stage."""
-    return [
-        (stage, [one.layer for _, one in group])
-        for stage, group in groupby(moves, key=lambda pair: pair[0])
-    ]

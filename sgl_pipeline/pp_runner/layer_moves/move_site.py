@@ -5,7 +5,7 @@ Neither this module nor the state machines on it (`outgoing_layers`, `incoming_l
 `layer_mover`) use tensors.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from sgl_pipeline.stage_plan import StagePlan
@@ -41,9 +41,8 @@ class PageSender(Protocol[R]):
     def send(self, parcel: Parcel[R]) -> None:
         """Sends without waiting for the target, even if `can_send` is false."""
 
-    def await_room(self, attend: Callable[[float], None]) -> None:
-        """Returns when the target, which has listened, has taken most of the parcels or has gone.
-        Calls `attend` with some seconds meanwhile, and raises what that raises."""
+    def has_room(self) -> bool:
+        """True if the target, which has listened, has taken most of the parcels, or has gone."""
 
     def close(self) -> None: ...
 
@@ -112,8 +111,8 @@ class MoveSite(Protocol[R]):
         """Drops the waits of `wait_before`."""
 
     def attend(self, timeout_s: float) -> None:
-        """Reads the scheduler's messages for this long, while a step waits for pages or a switch
-        for a target. Raises the error that ends the step or the switch if the stages regroup."""
+        """Reads the scheduler's messages for this long, while a step waits for pages. Raises the
+        error that ends the step if the stages regroup."""
 
 
 class Awaited(Protocol):

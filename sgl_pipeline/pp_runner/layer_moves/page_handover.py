@@ -26,7 +26,8 @@ HandoverReport = PagesCopied | PagesTaken
 
 
 class PageHandover(Generic[R]):
-    """The newest handover that the worker takes part in; at first there is none.
+    """The newest handover that the worker takes part in; at first there is none. It
+    `has_rest` from its end on, until `send_rest` has sent all.
 
     Args:
         report: takes the worker's reports on it.
@@ -48,6 +49,7 @@ class PageHandover(Generic[R]):
         self._outgoing: OutgoingLayers[R] | None = None
         self._incoming: IncomingLayers[R] | None = None
         self._has_copied = False  # and has reported it
+        self.has_rest = False
 
     @property
     def is_open(self) -> bool:
@@ -57,8 +59,7 @@ class PageHandover(Generic[R]):
     def obey(self, order: HandoverOrder, layers: Sequence[int]) -> None:
         """Takes an order of the scheduler; `layers` are the stage's.
 
-        Raises ProtocolError for the end of a handover that is not under way, and as
-        `OutgoingLayers.finish`.
+        Raises ProtocolError for the end of a handover that is not under way.
         """
         if isinstance(order, FinishHandover):
             if self._outgoing is None or order.handover != self._handover:
@@ -66,7 +67,8 @@ class PageHandover(Generic[R]):
                     f"stage {self._stage} was ordered to finish handover {order.handover}, "
                     f"it takes part in {self._handover}"
                 )
-            self._outgoing.finish()
+            self._outgoing.begin_rest()
+            self.has_rest = True
             return
         self.close()
         self._handover, self._has_copied = order.handover, False
@@ -94,6 +96,12 @@ class PageHandover(Generic[R]):
         self._look_how_far()
         return did_work
 
+    def send_rest(self) -> bool:
+        """As `OutgoingLayers.send_rest`, of a handover that `has_rest`."""
+        assert self._outgoing is not None
+        self.has_rest = not self._outgoing.send_rest()
+        return not self.has_rest
+
     def close(self) -> None:
         """Drops the handover at any point."""
         if self._outgoing is not None:
@@ -101,6 +109,7 @@ class PageHandover(Generic[R]):
         if self._incoming is not None:
             self._incoming.close()
         self._outgoing = self._incoming = self._sender = None
+        self.has_rest = False
 
     def _look_how_far(self) -> None:
         if self._incoming is not None and self._incoming.has_all:

@@ -7,7 +7,6 @@ whether the target keeps up, the target whether there is anything.
 """
 
 import contextlib
-from collections.abc import Callable
 
 import torch
 
@@ -19,8 +18,6 @@ from sgl_pipeline.pp_runner.links.open_link import open_inbox, open_outbox
 # Parcels under way at most, before the switch and of states after it: enough for a busy source
 # after a step, and few for a target that must take them before it can run the layers.
 MAX_UNREAD = 16
-# Seconds between two looks whether the target has taken parcels.
-_LOOK_S = 0.5e-3
 # Tags of parcels.
 _MORE, _LAST = 0, 1
 
@@ -78,14 +75,10 @@ class StagePageSender:
         with contextlib.suppress(ConnectionError, FileNotFoundError):
             self._outbox.send(_LAST if parcel.is_last else _MORE, rows)
 
-    def await_room(self, attend: Callable[[float], None]) -> None:
-        while self._is_full():
-            attend(_LOOK_S)
-
-    def _is_full(self) -> bool:
+    def has_room(self) -> bool:
         with contextlib.suppress(ConnectionError, FileNotFoundError):
-            return self._outbox.num_unread() >= MAX_UNREAD
-        return False  # parcels for a target that has gone are dropped
+            return self._outbox.num_unread() < MAX_UNREAD
+        return True  # parcels for a target that has gone are dropped
 
     def close(self) -> None:
         self._outbox.close()

@@ -12,7 +12,7 @@ from benchmark.kernels.stage_limits import (
     shares_table,
     stage_shares,
 )
-from benchmark.models.make_model import Preset
+from benchmark.models.preset import Preset
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.experiment import Cluster, simulate

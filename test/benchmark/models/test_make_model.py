@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from support.greedy_oracle import count_ties
+from support.hybrid_stages import HybridStages
 from support.stage_chain import StageChain, new_request
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmark.models.make_model import PRESETS, main, make_model
+from benchmark.models.make_model import END_ID, PRESETS, main, make_model
 from sgl_pipeline.pp_runner.model.model_spec import model_spec
 
 
@@ -23,6 +25,17 @@ def test_transformers_and_our_layers_read_the_same_model(tmp_path, name):
     with torch.inference_mode():
         expected = model(torch.tensor([request.prompt_ids])).logits[0, -1]
     torch.testing.assert_close(chain.logits[request][0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_transformers_and_our_layers_read_the_same_model_with_states(tmp_path):
+    path = tmp_path / "model"
+    make_model(PRESETS["tiny-hybrid"], path, dtype="float32")
+    _, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not (report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"])
+    stages = HybridStages(path, (1, 3))
+    request = stages.open([5, 17, 300, 44], 0)
+    stages.finish(request, 3, 8)
+    assert count_ties(path, request.prompt_ids, request.output_ids) < 4
 
 
 def test_every_id_decodes_and_fillers_encode_to_themselves(tmp_path):
@@ -49,15 +62,21 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
 
 
 def test_the_benchmark_presets_have_the_sizes_they_are_named_after():
-    dense, wide, sparse = (
+    dense, wide, sparse, hybrid = (
         sum(torch.Size(shape).numel() for shape in PRESETS[name].tensor_shapes().values())
-        for name in ("0.27b", "0.52b-152k", "0.34b-moe")
+        for name in ("0.27b", "0.52b-152k", "0.34b-moe", "0.45b-hybrid")
     )
     spec = model_spec(PRESETS["0.27b"].config("bfloat16"))
     assert (spec.num_layers, spec.head_dim, spec.vocab_size) == (16, 64, 32_000)
     assert dense == pytest.approx(0.27e9, rel=0.02)
     assert wide == pytest.approx(0.52e9, rel=0.02)
     assert sparse == pytest.approx(0.34e9, rel=0.02)
+    assert hybrid == pytest.approx(0.45e9, rel=0.02)
+    config = PRESETS["0.45b-hybrid"].config("bfloat16")
+    spec = model_spec(config)
+    assert [one is not None for one in spec.states] == 4 * [True, True, True, False]
+    assert spec.states[0].bytes_per_slot("bfloat16") == pytest.approx(2.05 * 2**20, rel=0.01)
+    assert config["eos_token_id"] == END_ID
 
 
 def test_a_directory_that_holds_files_is_left_alone(tmp_path, capsys):

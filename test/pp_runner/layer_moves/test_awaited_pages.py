@@ -3,8 +3,6 @@
 from support.local_pipeline import LocalPipeline
 from support.tiny_models import tiny_model
 
-from sgl_pipeline.wire.move_orders import SwitchPlan
-
 
 def test_only_the_target_of_a_move_awaits_pages_and_only_after_the_switch() -> None:
     pipeline = LocalPipeline(tiny_model("llama"), (2, 4))
@@ -12,14 +10,16 @@ def test_only_the_target_of_a_move_awaits_pages_and_only_after_the_switch() -> N
 
     def watch(stage: int) -> None:
         mover = pipeline.movers[stage]
-        switch = mover.switch
+        send_rest = mover.send_rest
 
-        def watched(order: SwitchPlan) -> None:
-            before = mover.awaits_pages
-            switch(order)
-            seen.append((stage, before, mover.awaits_pages))
+        def watched() -> bool:
+            has_rest, before = mover.has_rest, mover.awaits_pages
+            has_sent = send_rest()
+            if has_rest:
+                seen.append((stage, before, mover.awaits_pages))
+            return has_sent
 
-        mover.switch = watched  # type: ignore[method-assign]
+        mover.send_rest = watched  # type: ignore[method-assign]
 
     for stage in range(2):
         watch(stage)

@@ -1,13 +1,18 @@
 """Pages leave in the order in which they were read, and nothing waits while they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import Parcel
-from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import MAX_READING, OutgoingLayers
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import (
+    MAX_READING,
+    MAX_ROUNDS,
+    RESTING_STEPS,
+    OutgoingLayers,
+)
 
 LAYER = 3
 
@@ -33,9 +38,6 @@ class SlowSite:
     reading: list[Leaving] = field(default_factory=list)
     with_states: tuple[int, ...] = ()
 
-    def attend(self, timeout_s: float) -> None:
-        raise InterruptedError
-
     def has_states(self, layer: int) -> bool:
         return layer in self.with_states
 
@@ -52,13 +54,13 @@ class SlowSite:
 class Sent:
     parcels: list[Parcel[Any]] = field(default_factory=list)
     room: int = 1_000
+    keeps_up: bool = True
 
     def can_send(self) -> bool:
-        return True
+        return self.keeps_up
 
-    def await_room(self, attend: Callable[[float], None]) -> None:
-        while len(self.parcels) >= self.room:
-            attend(0.0)
+    def has_room(self) -> bool:
+        return len(self.parcels) < self.room
 
     def send(self, parcel: Parcel[Any]) -> None:
         self.parcels.append(parcel)
@@ -118,7 +120,8 @@ def test_what_is_still_being_read_at_the_switch_comes_before_the_patch(
     outgoing.work()
     first = site.reading[0].pages
     outgoing.wrote(first, ())
-    outgoing.finish()
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
     rows = [parcel.rows for parcel in sent.parcels]
     assert rows[0] == first and rows[-1] is None and sent.parcels[-1].is_last
     assert first in rows[1:], "a step has written to it since"
@@ -137,24 +140,77 @@ def test_states_that_steps_write_go_once_after_the_switch() -> None:
     assert outgoing.is_ready
     assert sorted(one.pages for one in site.reading) == [(0,), (2,)]
     outgoing.wrote([4], [1, 3])
-    outgoing.finish()
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
     assert [one.pages for one in site.reading[2:]] == [(1,), (3,)]
     assert (outgoing.copied_bytes, outgoing.patched_bytes) == (2, 2)
     assert sent.parcels[-1].is_last
 
 
 def test_states_after_the_switch_wait_for_the_target() -> None:
-    """What ends the wait ends the switch, and nothing goes beyond the limit."""
+    """Nothing goes beyond the limit, and the end is said once."""
     site, sent = SlowSite(with_states=(LAYER,)), Sent(room=4)
     outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), range(9), site, sent)  # type: ignore[arg-type]
     outgoing.wrote((), range(9))
-    with pytest.raises(InterruptedError):
-        outgoing.finish()
+    outgoing.begin_rest()
+    assert not outgoing.send_rest()
     assert [parcel.rows for parcel in sent.parcels] == [(slot,) for slot in range(4)]
+    sent.room = 7
+    assert not outgoing.send_rest()
+    sent.room = 1_000
+    assert outgoing.send_rest() and outgoing.send_rest()
+    rows = [parcel.rows for parcel in sent.parcels]
+    assert rows == [*((slot,) for slot in range(9)), None]
 
 
 def test_the_pages_of_a_patch_wait_for_nothing() -> None:
     site, sent = SlowSite(), Sent(room=0)
     outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], range(5), (), site, sent)  # type: ignore[arg-type]
-    outgoing.finish()
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
     assert len(sent.parcels) == 6 and sent.parcels[-1].is_last
+
+
+def test_states_that_steps_have_left_alone_go_before_the_switch() -> None:
+    """Those of a request that has ended, while another one runs; and once more if they are written
+    again."""
+    site, sent = SlowSite(with_states=(LAYER,)), Sent()
+    outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), (0, 1), site, sent)  # type: ignore[arg-type]
+
+    def run(slots: Sequence[int], num_steps: int) -> None:
+        for _ in range(num_steps):
+            outgoing.wrote([], slots)
+            while outgoing.work():
+                for leaving in site.reading:
+                    leaving.is_there = True
+
+    run([0, 1], 1)
+    run([1], RESTING_STEPS - 1)
+    assert not site.reading and outgoing.is_ready
+    run([1], 1)
+    assert [one.pages for one in site.reading] == [(0,)] and outgoing.is_ready
+    run([0, 1], 1)
+    run([1], RESTING_STEPS)
+    assert [one.pages for one in site.reading] == [(0,), (0,)]
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
+    assert [parcel.rows for parcel in sent.parcels] == [(0,), (0,), (1,), None]
+
+
+def test_rounds_of_states_do_not_put_a_move_off_for_ever() -> None:
+    site, sent = SlowSite(with_states=(LAYER,)), Sent()
+    outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), (), site, sent)  # type: ignore[arg-type]
+    was_ready = []
+    for number in range(1, MAX_ROUNDS + 1):
+        outgoing.wrote([], [number])
+        for _ in range(RESTING_STEPS):
+            outgoing.wrote([], [0])
+        sent.keeps_up = False
+        assert not outgoing.work()
+        was_ready.append(outgoing.is_ready)
+        sent.keeps_up = True
+        while outgoing.work():
+            for leaving in site.reading:
+                leaving.is_there = True
+    assert was_ready == [False] * (MAX_ROUNDS - 2) + [True] * 2
+    assert [one.pages for one in site.reading] == [(number,) for number in range(1, MAX_ROUNDS + 1)]

@@ -71,6 +71,8 @@ def test_what_a_step_writes_meanwhile_follows_at_the_end() -> None:
     workers.work()
     assert workers.successor_pages.pages[1][3] == {0: 30}
     workers.leaver.obey(FinishHandover(0))
+    assert workers.leaver.has_rest and workers.leaver.send_rest()
+    assert not workers.leaver.has_rest
     workers.work()
     assert workers.said == [PagesCopied(1, 0), PagesTaken(1, 0)]
     assert workers.successor_pages.pages == workers.leaver_pages.pages

@@ -81,6 +81,9 @@ class IdleMover:
     def work(self) -> bool:
         return False
 
+    def send_rest(self) -> bool:
+        return True
+
 
 class Stage:
     """A stage of the tiny model, ready, with `store`, which peers reach at `site`."""
