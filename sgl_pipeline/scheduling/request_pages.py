@@ -96,10 +96,6 @@ class RequestPages:
         self._unlock(match)
         return fits
 
-    def hit_for(self, path: RadixNode) -> RadixNode:
-        """The node behind which a waiting request of `path` would begin now."""
-        return self.storage.match(path)
-
     def missing_pages(self, request: Request, path: RadixNode) -> int:
         """Pages that the whole prefill of a waiting request needs beside its cached prefix."""
         num_pages = self.pages_of(request, request.prefill_end)
@@ -251,7 +247,7 @@ class RequestPages:
             return 0
         if self.snapshots is None:
             return request.num_computed // self._page_size
-        return max(holding.num_cached, self.snapshots.come_back(request) // self._page_size)
+        return max(holding.num_cached, self.snapshots.settle(request) // self._page_size)
 
     def _unlock(self, node: RadixNode) -> None:
         self._pool.free(self.storage.unlock(node))

@@ -13,8 +13,8 @@ from sgl_pipeline.scheduling.state_slots import StateSlots
 
 
 class SnapshotStorage(RadixStorage):
-    """As `RadixStorage`. `snapshots` are the nodes with one; the slots of lost ones go back to
-    `slots`. Pages that are of no use without a lost snapshot go with it."""
+    """As `RadixStorage`. `snapshots` are the nodes with one, the least recently used first. Slots
+    of lost ones go back to `slots`, and pages that are of no use without them go with them."""
 
     def __init__(self, tree: RadixTree, demand: SnapshotDemand, slots: StateSlots) -> None:
         super().__init__(tree, demand)
@@ -37,6 +37,10 @@ class SnapshotStorage(RadixStorage):
             return
         self._snapshot_demand.set_snapshot(node, slot)
         self.snapshots[node] = None
+
+    def use(self, node: RadixNode) -> None:
+        """The snapshot of `node` is the most recently used one now."""
+        self.snapshots[node] = self.snapshots.pop(node)
 
     def detach(self, node: RadixNode) -> int:
         """Takes the snapshot of `node`, whose pages stay; returns its slot."""
