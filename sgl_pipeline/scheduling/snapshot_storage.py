@@ -4,6 +4,7 @@ Keys and values are of use only up to a snapshot, where a request can go on. So 
 without one, except while requests use it.
 """
 
+from collections import OrderedDict
 from collections.abc import Container
 
 from sgl_pipeline.scheduling.radix_storage import RadixStorage, is_evictable
@@ -20,7 +21,7 @@ class SnapshotStorage(RadixStorage):
         super().__init__(tree, demand)
         self._slots = slots
         self._snapshot_demand = demand
-        self.snapshots: dict[RadixNode, None] = {}
+        self.snapshots: OrderedDict[RadixNode, None] = OrderedDict()
 
     def match(self, path: RadixNode) -> RadixNode:
         """The last node of a path with a snapshot, behind which a request can go on."""
@@ -37,10 +38,11 @@ class SnapshotStorage(RadixStorage):
             return
         self._snapshot_demand.set_snapshot(node, slot)
         self.snapshots[node] = None
+        self._give_up_first(node.parent)
 
     def use(self, node: RadixNode) -> None:
         """The snapshot of `node` is the most recently used one now."""
-        self.snapshots[node] = self.snapshots.pop(node)
+        self.snapshots.move_to_end(node)
 
     def detach(self, node: RadixNode) -> int:
         """Takes the snapshot of `node`, whose pages stay; returns its slot."""
@@ -49,6 +51,17 @@ class SnapshotStorage(RadixStorage):
         del self.snapshots[node]
         self._snapshot_demand.set_snapshot(node, None)
         return slot
+
+    def _give_up_first(self, node: RadixNode) -> None:
+        """The last snapshot up to `node` is the first to give way, if all that is cached behind it
+        goes through `node`, behind which there is a snapshot now."""
+        while node.parent is not None and node.run is not None:
+            if node.run.num_cached_children > 1:
+                return
+            if node.state_slot is not None:
+                self.snapshots.move_to_end(node, last=False)
+                return
+            node = node.parent
 
     def drop_useless(self, node: RadixNode) -> list[int]:
         """Drops `node` and the nodes above it while they are leaves without a snapshot that no
