@@ -112,10 +112,8 @@ class Admission:
                 request.num_scheduled = start + 1
                 request.steps_in_flight += 1
                 self._running.start_decode(request)
-                source = None
-                if interval and start % interval == 0:
-                    assert snapshots is not None
-                    source = snapshots.leave_behind(request)
+                may_leave = interval and start % interval == 0
+                source = self._pages.leave_state(request) if may_leave else None
                 chunks.append(Chunk(request, start, 1, True, True, state_source=source))
         return chunks
 

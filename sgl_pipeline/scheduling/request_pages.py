@@ -172,6 +172,11 @@ class RequestPages:
             request, holding.claimed_path, holding.claimed_below, start, end
         )
 
+    def leave_state(self, request: Request) -> int | None:
+        """`Chunk.state_source` of the next decode, which begins where it may leave a snapshot."""
+        assert self.snapshots is not None
+        return self.snapshots.leave_behind(request, self._holdings[request].locked)
+
     def commit(self, request: Request) -> None:
         """Makes the full pages matchable whose tokens every stage has computed.
 

@@ -38,7 +38,7 @@ class SnapshotStorage(RadixStorage):
             return
         self._snapshot_demand.set_snapshot(node, slot)
         self.snapshots[node] = None
-        self._give_up_first(node.parent)
+        self.give_up_first(node.parent, 1)
 
     def use(self, node: RadixNode) -> None:
         """The snapshot of `node` is the most recently used one now."""
@@ -52,16 +52,16 @@ class SnapshotStorage(RadixStorage):
         self._snapshot_demand.set_snapshot(node, None)
         return slot
 
-    def _give_up_first(self, node: RadixNode) -> None:
-        """The last snapshot up to `node` is the first to give way, if all that is cached behind it
-        goes through `node`, behind which there is a snapshot now."""
+    def give_up_first(self, node: RadixNode, num_children: int) -> None:
+        """There is a snapshot behind `node` now: the last one up to `node` is the first to give way,
+        if no others are cached behind it. `num_children` cached ones of `node` are on that way."""
         while node.parent is not None and node.run is not None:
-            if node.run.num_cached_children > 1:
+            if node.run.num_cached_children > num_children:
                 return
             if node.state_slot is not None:
                 self.snapshots.move_to_end(node, last=False)
                 return
-            node = node.parent
+            node, num_children = node.parent, 1
 
     def drop_useless(self, node: RadixNode) -> list[int]:
         """Drops `node` and the nodes above it while they are leaves without a snapshot that no

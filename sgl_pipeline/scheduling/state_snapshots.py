@@ -172,15 +172,17 @@ class StateSnapshots:
                 yield node
             node = node.parent
 
-    def leave_behind(self, request: Request) -> int | None:
-        """The decode of `request` that is being put together leaves the state after all tokens
-        before it where it is, as a snapshot, and the request goes on in another slot. Returns the
-        slot that it begins with; None: there is no slot to go on in."""
+    def leave_behind(self, request: Request, cached: RadixNode) -> int | None:
+        """The decode of `request`, up to `cached` of which is cached, is being put together: it
+        leaves the state after all tokens before it where it is, as a snapshot, and the request goes
+        on in another slot, rather in that of its last snapshot in the tree than of another's.
+        Returns the slot that it begins with; None: there is no slot to go on in."""
         held, source = self._running[request].held, request.state_slot
         slot: int | None
         if held and held[-1].num_tokens >= request.prefill_end:
             slot = self._let_go(held.pop().slot)
         else:
+            self._storage.give_up_first(cached, 0)
             slot = self._take()
         if slot is None:
             return None

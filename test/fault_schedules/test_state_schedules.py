@@ -16,6 +16,7 @@ from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.lost_pages import LostPages
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.state_slots import StateSlots
 from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
 from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrderEncoder
@@ -111,8 +112,8 @@ def what_a_decode_leaves_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
     """Its owner writes there, and whoever takes the slot."""
     leave_behind = StateSnapshots.leave_behind
 
-    def mutated(self: StateSnapshots, request: Request) -> int | None:
-        source = leave_behind(self, request)
+    def mutated(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
+        source = leave_behind(self, request, cached)
         if source is not None:
             held = self._running[request].held
             self._left.pop(source)

@@ -207,9 +207,9 @@ def _left_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode leaves its state behind and goes on in the same slot."""
     leave_behind = StateSnapshots.leave_behind
 
-    def stays(self: StateSnapshots, request: Request) -> int | None:
+    def stays(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
         slot = request.state_slot
-        source = leave_behind(self, request)
+        source = leave_behind(self, request, cached)
         if source is not None:
             self._slots._free.append(request.state_slot)  # type: ignore[arg-type]
             request.state_slot = slot
@@ -222,9 +222,9 @@ def _left_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a decode leaves is said to be the state after its own token."""
     leave_behind = StateSnapshots.leave_behind
 
-    def early(self: StateSnapshots, request: Request) -> int | None:
+    def early(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
         request.num_computed += self._storage.page_size
-        source = leave_behind(self, request)
+        source = leave_behind(self, request, cached)
         request.num_computed -= self._storage.page_size
         return source
 
@@ -235,8 +235,8 @@ def _gives_way_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a decode leaves may be written in the step that reads it."""
     leave_behind = StateSnapshots.leave_behind
 
-    def at_once(self: StateSnapshots, request: Request) -> int | None:
-        source = leave_behind(self, request)
+    def at_once(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
+        source = leave_behind(self, request, cached)
         self._holders.update(self._left)
         self._left.clear()
         return source
