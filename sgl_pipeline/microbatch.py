@@ -35,7 +35,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
     In models with states it begins with the state in the slot `state_source`, a snapshot after
     `start` tokens, in place of the request's own, if that is given: as the first chunk after a hit
-    of the prefix cache does. `snapshots` are taken on its way, ascending, where pages end.
+    of the prefix cache does, and a decode whose request leaves its state behind as a snapshot and
+    goes on in another slot. `snapshots` are taken on its way, ascending, where pages end.
 
     A Struct because there is one for each decode of each step: a frozen dataclass takes twelve
     times as long to make.

@@ -18,7 +18,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
+SPLITS = pytest.mark.parametrize(
     ("kernels", "layer_counts", "num_state_slots"),
     [
         ("torch", (4, 2), 8),
@@ -26,6 +26,9 @@ KERNELS = {
         pytest.param("compiled", (6,), 3, marks=pytest.mark.compiler),
     ],
 )
+
+
+@SPLITS
 def test_shared_prefixes(kernels: str, layer_counts: tuple[int, ...], num_state_slots: int) -> None:
     path = tiny_model("qwen3.5")
     pipeline = LocalPipeline(
@@ -55,3 +58,32 @@ def test_shared_prefixes(kernels: str, layer_counts: tuple[int, ...], num_state_
     for one, other in zip(requests, again, strict=True):
         count_ties(path, one.prompt_ids, one.output_ids)
         assert one.output_ids == other.output_ids
+
+
+@pytest.mark.parametrize("interval", [4, 16])
+@SPLITS
+def test_turns_of_a_chat_begin_behind_the_last_answer(
+    kernels: str, layer_counts: tuple[int, ...], num_state_slots: int, interval: int
+) -> None:
+    path = tiny_model("qwen3.5")
+    scheduling = SchedulingArgs(
+        page_size=4, num_state_slots=num_state_slots, track_interval=interval
+    )
+    pipeline = LocalPipeline(path, layer_counts, scheduling=scheduling, **KERNELS[kernels])
+    numbers = random.Random(interval)
+    chats = [[numbers.randrange(VOCAB_SIZE) for _ in range(9 + chat)] for chat in range(2)]
+    for turn in range(3):
+        requests = [
+            Request(f"{chat} {turn}", [*tokens], GREEDY, StopRules(max_new_tokens=21 + 5 * chat))
+            for chat, tokens in enumerate(chats)
+        ]
+        pipeline.run(requests)
+        for tokens, request in zip(chats, requests, strict=True):
+            count_ties(path, request.prompt_ids, request.output_ids)
+            if turn and num_state_slots > 2 * len(chats):
+                # Behind the answer: the last tokens of the prompt are new.
+                assert request.cached_tokens >= (len(request.prompt_ids) - 4) // interval * interval
+            new = [numbers.randrange(VOCAB_SIZE) for _ in range(3)]
+            tokens[:] = [*request.prompt_ids, *request.output_ids, *new]
+    decodes = [one for step in pipeline.microbatches for one in step.chunks if one.is_decode]
+    assert any(one.state_source is not None for one in decodes)

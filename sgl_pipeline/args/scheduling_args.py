@@ -12,6 +12,8 @@ CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")
 # The order of waiting requests: first come first served, the one that may draw the most first, or
 # one of the above.
 SCHEDULE_POLICIES = ("fcfs", "lof", *CACHE_AWARE_POLICIES)
+# SGLang's default of --mamba-track-interval.
+TRACK_INTERVAL = 256
 # SGLang's default of --speculative-num-draft-tokens, and our limit.
 DRAFT_ROWS, MOST_DRAFT_ROWS = 12, 64
 
@@ -41,6 +43,11 @@ class SchedulingArgs:
     max_running_requests: int = upstream_flag(256, "--max-running-requests", check=at_least(1))
     # Places for the states of running requests; 0: the model has no layers with a state.
     num_state_slots: int = upstream_flag(0, "--max-mamba-cache-size", check=require_not_negative)
+    # Tokens between the places where a decode leaves a snapshot of its state; 0: it leaves none,
+    # None: SGLang's, in whole pages.
+    track_interval: int | None = upstream_flag(
+        None, "--mamba-track-interval", check=require_not_negative
+    )
     max_queued_requests: int | None = upstream_flag(
         None, "--max-queued-requests", check=require_not_negative
     )
@@ -116,8 +123,20 @@ class SchedulingArgs:
         """Most requests that run at once: each may need a state slot."""
         return min(self.max_running_requests, self.num_state_slots or self.max_running_requests)
 
+    @property
+    def snapshot_interval(self) -> int:
+        """Tokens between the places where a decode leaves a snapshot; 0: it leaves none."""
+        if self.track_interval is not None:
+            return self.track_interval
+        return -(-TRACK_INTERVAL // self.page_size) * self.page_size
+
     def __post_init__(self) -> None:
         check_flags(self)
+        require(
+            self.track_interval is None or self.track_interval % self.page_size == 0,
+            f"--mamba-track-interval {self.track_interval} must be a multiple of --page-size "
+            f"{self.page_size}, or 0: a prefix is cached in whole pages",
+        )
         require(
             not self.num_state_slots
             or not self.radix_cache

@@ -92,6 +92,8 @@ class Admission:
     def _decodes(self, limit: int, share: DecodeShare | None) -> list[Chunk]:
         chunks: list[Chunk] = []
         ready = self._running.ready
+        snapshots = self._pages.snapshots
+        interval = 0 if snapshots is None else snapshots.interval
         taken_ms = 0.0
         for request in list(ready):
             if len(chunks) == limit:
@@ -110,7 +112,9 @@ class Admission:
                 request.num_scheduled = start + 1
                 request.steps_in_flight += 1
                 self._running.start_decode(request)
-                chunks.append(Chunk(request, start, 1, is_decode=True, samples=True))
+                may_leave = interval and start % interval == 0
+                source = self._pages.leave_state(request) if may_leave else None
+                chunks.append(Chunk(request, start, 1, True, True, state_source=source))
         return chunks
 
     def _prefill(self, request: Request, room: PrefillRoom, chunks: list[Chunk]) -> None:

@@ -110,7 +110,7 @@ def _queued(
     for request in requests:
         path = waiting.path_of(request)
         tokens = request.prefill_end - max(path.end, request.leased_tokens)
-        node, hit, is_claimed = path, pages.hit_for(path), False
+        node, hit, is_claimed = path, pages.storage.match(path), False
         while node is not hit and node not in counted:
             counted.add(node)
             # Tokens that a running request prefills count as its own, and those before them too.

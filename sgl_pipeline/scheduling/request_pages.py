@@ -96,10 +96,6 @@ class RequestPages:
         self._unlock(match)
         return fits
 
-    def hit_for(self, path: RadixNode) -> RadixNode:
-        """The node behind which a waiting request of `path` would begin now."""
-        return self.storage.match(path)
-
     def missing_pages(self, request: Request, path: RadixNode) -> int:
         """Pages that the whole prefill of a waiting request needs beside its cached prefix."""
         num_pages = self.pages_of(request, request.prefill_end)
@@ -176,6 +172,11 @@ class RequestPages:
             request, holding.claimed_path, holding.claimed_below, start, end
         )
 
+    def leave_state(self, request: Request) -> int | None:
+        """`Chunk.state_source` of the next decode, which begins where it may leave a snapshot."""
+        assert self.snapshots is not None
+        return self.snapshots.leave_behind(request, self._holdings[request].locked)
+
     def commit(self, request: Request) -> None:
         """Makes the full pages matchable whose tokens every stage has computed.
 
@@ -251,7 +252,7 @@ class RequestPages:
             return 0
         if self.snapshots is None:
             return request.num_computed // self._page_size
-        return max(holding.num_cached, self.snapshots.come_back(request) // self._page_size)
+        return max(holding.num_cached, self.snapshots.settle(request) // self._page_size)
 
     def _unlock(self, node: RadixNode) -> None:
         self._pool.free(self.storage.unlock(node))

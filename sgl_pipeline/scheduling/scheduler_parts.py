@@ -142,5 +142,6 @@ def _demand_and_pages(
         return demand, RequestPages(pool, RadixStorage(tree, demand), demand, slots)
     snapshot_demand = SnapshotDemand(tree)
     storage = SnapshotStorage(tree, snapshot_demand, slots)
-    snapshots = StateSnapshots(slots, storage, snapshot_demand, pool.free)
+    interval = args.snapshot_interval
+    snapshots = StateSnapshots(slots, storage, snapshot_demand, pool.free, interval)
     return snapshot_demand, RequestPages(pool, storage, snapshot_demand, slots, snapshots)

@@ -4,6 +4,7 @@ Keys and values are of use only up to a snapshot, where a request can go on. So 
 without one, except while requests use it.
 """
 
+from collections import OrderedDict
 from collections.abc import Container
 
 from sgl_pipeline.scheduling.radix_storage import RadixStorage, is_evictable
@@ -13,14 +14,14 @@ from sgl_pipeline.scheduling.state_slots import StateSlots
 
 
 class SnapshotStorage(RadixStorage):
-    """As `RadixStorage`. `snapshots` are the nodes with one; the slots of lost ones go back to
-    `slots`. Pages that are of no use without a lost snapshot go with it."""
+    """As `RadixStorage`. `snapshots` are the nodes with one, the least recently used first. Slots
+    of lost ones go back to `slots`, and pages that are of no use without them go with them."""
 
     def __init__(self, tree: RadixTree, demand: SnapshotDemand, slots: StateSlots) -> None:
         super().__init__(tree, demand)
         self._slots = slots
         self._snapshot_demand = demand
-        self.snapshots: dict[RadixNode, None] = {}
+        self.snapshots: OrderedDict[RadixNode, None] = OrderedDict()
 
     def match(self, path: RadixNode) -> RadixNode:
         """The last node of a path with a snapshot, behind which a request can go on."""
@@ -37,6 +38,11 @@ class SnapshotStorage(RadixStorage):
             return
         self._snapshot_demand.set_snapshot(node, slot)
         self.snapshots[node] = None
+        self.give_up_first(node.parent, 1)
+
+    def use(self, node: RadixNode) -> None:
+        """The snapshot of `node` is the most recently used one now."""
+        self.snapshots.move_to_end(node)
 
     def detach(self, node: RadixNode) -> int:
         """Takes the snapshot of `node`, whose pages stay; returns its slot."""
@@ -45,6 +51,17 @@ class SnapshotStorage(RadixStorage):
         del self.snapshots[node]
         self._snapshot_demand.set_snapshot(node, None)
         return slot
+
+    def give_up_first(self, node: RadixNode, num_children: int) -> None:
+        """There is a snapshot behind `node` now: the last one up to `node` is the first to give way,
+        if no others are cached behind it. `num_children` cached ones of `node` are on that way."""
+        while node.parent is not None and node.run is not None:
+            if node.run.num_cached_children > num_children:
+                return
+            if node.state_slot is not None:
+                self.snapshots.move_to_end(node, last=False)
+                return
+            node, num_children = node.parent, 1
 
     def drop_useless(self, node: RadixNode) -> list[int]:
         """Drops `node` and the nodes above it while they are leaves without a snapshot that no

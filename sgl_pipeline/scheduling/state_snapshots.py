@@ -8,6 +8,11 @@ of the request's path:
 - the end of the path;
 - where waiting requests leave it that find nothing deeper;
 - the end of what was cached of it without a snapshot when the request was admitted.
+
+A decode leaves its state behind at each multiple of an interval and goes on in another slot, that
+of the last one that it left: no state is copied, and a request has one such snapshot. It goes to
+the tree when the request ends, and so does the request's own state where it is one after whole
+pages.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +30,8 @@ from sgl_pipeline.scheduling.state_slots import StateSlots
 class _Progress:
     """A running request. Until its first chunk is scheduled it keeps `source`, the node with the
     snapshot that it begins with. `wanted` was cached without one. The steps of snapshots
-    `in_flight` have not come back; those `held` wait for their pages to be cached."""
+    `in_flight` have not come back; those `held`, ascending, wait for their pages to be cached. A
+    decode has left the last of these, if that is not before `Request.prefill_end`."""
 
     source: RadixNode | None
     wanted: RadixNode | None
@@ -35,7 +41,8 @@ class _Progress:
 
 class StateSnapshots:
     """The snapshots of running requests in `slots`, and the nodes of `storage` that keep theirs;
-    `free_pages` takes pages back that are lost with a snapshot."""
+    `free_pages` takes pages back that are lost with a snapshot. Decodes leave snapshots after
+    multiples of `interval` tokens; 0: they leave none."""
 
     def __init__(
         self,
@@ -43,7 +50,9 @@ class StateSnapshots:
         storage: SnapshotStorage,
         demand: SnapshotDemand,
         free_pages: Callable[[list[int]], None],
+        interval: int,
     ) -> None:
+        self.interval = interval
         self._slots = slots
         self._demand = demand
         self._storage = storage
@@ -53,34 +62,55 @@ class StateSnapshots:
         # to be written in that step.
         self._pinned: dict[RadixNode, int] = {}
         self._read: list[RadixNode] = []
-        self._num_held = 0
+        # Slots of the snapshots that are held, and who holds them, the oldest first; apart from
+        # them those that were left in the step that is being put together, which reads them.
+        self._holders: dict[int, Request] = {}
+        self._left: dict[int, Request] = {}
         slots.source = self
 
     @property
     def num_evictable(self) -> int:
-        return len(self._storage.snapshots) - len(self._pinned) + self._num_held
+        return len(self._storage.snapshots) - len(self._pinned) + len(self._holders)
 
     def evict(self) -> None:
         """Frees the slot of the least recently used snapshot that no waiting request wants, else of
-        one that is wanted, or held."""
-        idle = (node for node in self._storage.snapshots if node not in self._pinned)
-        # Whatever can use a node can use those above it: of equally recent ones the last goes.
-        node = min(
-            idle, key=lambda one: (one.num_waiting > 0, one.last_used, -one.end), default=None
-        )
-        if node is not None:
-            self._slots.put_back(self._storage.detach(node))
-            self._free_pages(self._storage.drop_useless(node))
+        one that is held, else of one that is wanted."""
+        node = self._first_unwanted()
+        if node is None and self._holders:
+            slot, holder = next(iter(self._holders.items()))
+            held = self._running[holder].held
+            held.remove(next(one for one in held if one.slot == slot))
+            self._slots.put_back(self._let_go(slot))
             return
-        holder = next(one for one in self._running.values() if one.held)
-        self._slots.put_back(holder.held.pop(0).slot)
-        self._num_held -= 1
+        if node is None:
+            node = next(one for one in self._storage.snapshots if one not in self._pinned)
+        self._drop(node)
+
+    def _first_unwanted(self) -> RadixNode | None:
+        """The least recently used snapshot that no waiting request would begin with. To be passed
+        over counts as a use, so that it does not happen again at once."""
+        passed: list[RadixNode] = []
+        for node in self._storage.snapshots:
+            if node not in self._pinned and not node.num_missing:
+                break
+            passed.append(node)
+        else:
+            return None
+        for one in passed:
+            self._storage.use(one)
+        return node
+
+    def _drop(self, node: RadixNode) -> None:
+        self._slots.put_back(self._storage.detach(node))
+        self._free_pages(self._storage.drop_useless(node))
 
     def end_step(self) -> None:
         """A step has its chunks: the next one may write to the slots that they read."""
         for node in self._read:
             self._unpin(node)
         self._read.clear()
+        self._holders.update(self._left)
+        self._left.clear()
 
     def open(self, request: Request, path: RadixNode, hit: RadixNode) -> None:
         """Gives an admitted request its slot. It goes on behind `hit`, which is locked."""
@@ -95,6 +125,7 @@ class StateSnapshots:
             # No other slot is available: the snapshot becomes the request's own state.
             request.state_slot = self._storage.detach(hit)
             return
+        self._storage.use(hit)
         self._pinned[hit] = self._pinned.get(hit, 0) + 1
         progress.source = hit
         self._slots.give(request)
@@ -141,10 +172,31 @@ class StateSnapshots:
                 yield node
             node = node.parent
 
+    def leave_behind(self, request: Request, cached: RadixNode) -> int | None:
+        """The decode of `request`, up to `cached` of which is cached, is being put together: it
+        leaves the state after all tokens before it where it is, as a snapshot, and the request goes
+        on in another slot, rather in that of its last snapshot in the tree than of another's.
+        Returns the slot that it begins with; None: there is no slot to go on in."""
+        held, source = self._running[request].held, request.state_slot
+        slot: int | None
+        if held and held[-1].num_tokens >= request.prefill_end:
+            slot = self._let_go(held.pop().slot)
+        else:
+            self._storage.give_up_first(cached, 0)
+            slot = self._take()
+        if slot is None:
+            return None
+        assert source is not None
+        held.append(StateSnapshot(request.num_computed, source))
+        self._left[source] = request
+        request.state_slot = slot
+        return source
+
     def _take(self) -> int | None:
-        """A slot for a snapshot. Those that are held do not give way."""
-        if not self._slots.num_free and self.num_evictable > self._num_held:
-            self.evict()
+        """A slot for a snapshot: a free one, or that of a snapshot in the tree that no waiting
+        request wants."""
+        if not self._slots.num_free and (node := self._first_unwanted()) is not None:
+            self._drop(node)
         return self._slots.take_free()
 
     def advance(self, path: RadixNode, above: RadixNode, num_tokens: int) -> RadixNode:
@@ -157,9 +209,23 @@ class StateSnapshots:
         whose pages are of use with the snapshots that it holds."""
         progress = self._running[request]
         while progress.in_flight and progress.in_flight[0].num_tokens <= request.num_computed:
-            progress.held.append(progress.in_flight.pop(0))
-            self._num_held += 1
+            self._hold(request, progress.in_flight.pop(0))
         return progress.held[-1].num_tokens if progress.held else 0
+
+    def settle(self, request: Request) -> int:
+        """As `come_back`, for a request without a step in flight that gives its slot back: its own
+        state is a snapshot too, if it is one after whole pages."""
+        num_held, num_tokens = self.come_back(request), request.num_computed
+        # What began with a snapshot has a state of its own since its first chunk. A step that was
+        # taken back may have changed it.
+        has_state = self._running[request].source is None and request.num_scheduled == num_tokens
+        is_new = num_tokens > num_held and num_tokens % self._storage.page_size == 0
+        if not has_state or not is_new:
+            return num_held
+        assert request.state_slot is not None
+        self._hold(request, StateSnapshot(num_tokens, request.state_slot))
+        request.state_slot = None
+        return num_tokens
 
     def attach(self, request: Request, path: RadixNode) -> None:
         """Gives the snapshots that `request` holds to the cached nodes of `path` that end there."""
@@ -169,8 +235,7 @@ class StateSnapshots:
             found = next((one for one in held if one.num_tokens == node.end), None)
             if found is not None and node.is_cached:
                 held.remove(found)
-                self._num_held -= 1
-                self._storage.attach(node, found.slot)
+                self._storage.attach(node, self._let_go(found.slot))
             node = node.parent
 
     def close(self, request: Request) -> None:
@@ -178,10 +243,19 @@ class StateSnapshots:
         progress = self._running.pop(request)
         if progress.source is not None:
             self._unpin(progress.source)
-        for snapshot in (*progress.in_flight, *progress.held):
+        for snapshot in progress.in_flight:
             self._slots.put_back(snapshot.slot)
-        self._num_held -= len(progress.held)
+        for snapshot in progress.held:
+            self._slots.put_back(self._let_go(snapshot.slot))
         self._slots.take_back(request)
+
+    def _hold(self, request: Request, snapshot: StateSnapshot) -> None:
+        self._running[request].held.append(snapshot)
+        self._holders[snapshot.slot] = request
+
+    def _let_go(self, slot: int) -> int:
+        del self._holders[slot]
+        return slot
 
     def _unpin(self, node: RadixNode) -> None:
         self._pinned[node] -= 1
@@ -192,14 +266,15 @@ class StateSnapshots:
         """Asserts that each slot has one owner, that pinned snapshots are there, and that the
         cached leaves which no request uses end with one."""
         running = self._running.values()
-        slots = [one.slot for two in running for one in (*two.in_flight, *two.held)]
+        held = {one.slot: name for name, two in self._running.items() for one in two.held}
+        in_flight = [one.slot for two in running for one in two.in_flight]
         on_nodes = [node.state_slot for node in self._storage.snapshots]
         self._slots.check_owners(
-            holders, [*slots, *(slot for slot in on_nodes if slot is not None)]
+            holders, [*in_flight, *held, *(slot for slot in on_nodes if slot is not None)]
         )
         assert len(on_nodes) == len({*on_nodes}) and None not in on_nodes
         assert all(node in self._storage.snapshots for node in self._pinned)
-        assert self._num_held == sum(len(one.held) for one in running)
+        assert self._holders == held and not self._left
         for node in self._storage.cached_nodes():
             run = node.run
             assert run is not None

@@ -122,6 +122,11 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         help="state slots, of which each running request owns one and cached prefixes take the "
         "rest, as the server's flag; 0: the model has no states",
     )
+    parser.add_argument(
+        "--mamba-track-interval",
+        type=int,
+        help="tokens after which decodes leave snapshots of their states, as the server's flag",
+    )
     parser.add_argument("--disable-radix-cache", action="store_true")
     defaults = MigrationArgs()
     parser.add_argument(
@@ -232,6 +237,7 @@ def scheduling_of(options: argparse.Namespace) -> SchedulingArgs:
         max_overtakes=options.max_overtakes,
         max_running_requests=options.max_running_requests,
         num_state_slots=options.max_mamba_cache_size,
+        track_interval=options.mamba_track_interval,
         radix_cache=not options.disable_radix_cache,
         extra_steps_in_flight=options.extra_steps_in_flight,
         draft_tokens=simulated_draft_tokens(options),

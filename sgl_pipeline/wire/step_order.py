@@ -50,7 +50,8 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     drawn after each of them, as after the one before, and the stage keeps none. `token_mask` then
     has a mask for each drawn token, one behind the other, or is empty.
 
-    `state_source` and `snapshots` are those of `microbatch.Chunk`.
+    `state_source` and `snapshots` are those of `microbatch.Chunk`. With a `state_slot` the request
+    keeps its state there from this chunk on, which begins with the state in `state_source`.
     """
 
     handle: int
@@ -63,6 +64,7 @@ class ChunkOrder(msgspec.Struct, frozen=True, array_like=True):
     draft_tokens: bytes = b""
     state_source: int | None = None
     snapshots: tuple[StateSnapshot, ...] = ()
+    state_slot: int | None = None
 
 
 class ReplayPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +106,7 @@ class _SentState:
     """The part of a request that the stages know."""
 
     handle: int
+    state_slot: int | None
     num_tokens: int = 0
     num_pages: int = 0
 
@@ -151,7 +154,7 @@ class StepOrderEncoder:
     def _open(self, request: Request) -> RequestOpen:
         handle = self._next_handle
         self._next_handle += 1
-        self._sent[request] = _SentState(handle)
+        self._sent[request] = _SentState(handle, request.state_slot)
         return _open_of(request, handle)
 
     def _chunk(self, chunk: Chunk) -> ChunkOrder:
@@ -163,6 +166,9 @@ class StepOrderEncoder:
         if chunk.samples and request.constraint is not None:
             mask = _joined(request.constraint.allowed_tokens_masks(chunk.draft_ids))
         drafts = array(INT32, chunk.draft_ids).tobytes() if chunk.draft_ids else b""
+        new_slot = None
+        if request.state_slot != sent.state_slot:
+            new_slot = sent.state_slot = request.state_slot
         return ChunkOrder(
             sent.handle,
             chunk.start,
@@ -174,6 +180,7 @@ class StepOrderEncoder:
             drafts,
             chunk.state_source,
             chunk.snapshots,
+            new_slot,
         )
 
 
@@ -300,8 +307,10 @@ class RequestMirror:
         )
         if drafts or chunk.token_mask:
             _check_samples(mirrored)
-        if chunk.snapshots or chunk.state_source is not None:
-            _check_states(mirrored)
+        if chunk.snapshots or chunk.state_source is not None or chunk.state_slot is not None:
+            _check_states(mirrored, chunk.state_slot)
+        if chunk.state_slot is not None:
+            request.state_slot = chunk.state_slot
         return mirrored
 
 
@@ -317,12 +326,15 @@ def _check_samples(chunk: MirroredChunk) -> None:
         )
 
 
-def _check_states(chunk: MirroredChunk) -> None:
+def _check_states(chunk: MirroredChunk, new_slot: int | None) -> None:
     """Raises ProtocolError unless the request has a state, the chunk begins behind the tokens of
-    its snapshot, and those that it takes are on its way, ascending."""
+    its snapshot, those that it takes are on its way, ascending, and a request that goes on in
+    another slot begins with a state."""
     start, end = chunk.start, chunk.start + chunk.length
     if chunk.request.state_slot is None:
         raise ProtocolError("a chunk of a request without a state slot has snapshots")
+    if new_slot is not None and chunk.state_source is None:
+        raise ProtocolError(f"a request goes on in the state slot {new_slot} without a state")
     if chunk.state_source is not None and start == 0:
         raise ProtocolError(f"a chunk begins with the snapshot {chunk.state_source}, at position 0")
     places = [start, *(snapshot.num_tokens for snapshot in chunk.snapshots)]

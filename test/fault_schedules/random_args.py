@@ -71,17 +71,20 @@ def random_args(rng: Random, *, may_have_states: bool = False) -> PipelineArgs:
         run_directory="virtual",
     )
     num_state_slots = own_rng.choice((0, 0, 0, 0, 0, 0, 1, 3, 8))
-    return _with_states(args, num_state_slots) if may_have_states else args
+    track_pages = own_rng.choice((0, 1, 1, 2))
+    return _with_states(args, num_state_slots, track_pages) if may_have_states else args
 
 
-def _with_states(args: PipelineArgs, num_state_slots: int) -> PipelineArgs:
-    """`args` of a model with states; as they are for 0 slots."""
+def _with_states(args: PipelineArgs, num_state_slots: int, track_pages: int) -> PipelineArgs:
+    """`args` of a model with states, whose decodes leave snapshots after so many pages; as they are
+    for 0 slots."""
     if num_state_slots == 0:
         return args
     order = args.scheduling.schedule_policy
     scheduling = replace(
         args.scheduling,
         num_state_slots=num_state_slots,
+        track_interval=track_pages * args.scheduling.page_size,
         draft_tokens=0,
         # Rankings know pages, and no snapshots.
         schedule_policy="fcfs" if order in CACHE_AWARE_POLICIES else order,

@@ -5,18 +5,22 @@ from collections.abc import Iterable
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from fault_schedules.fake_worker import FakeWorker
 from fault_schedules.random_args import random_args
 from fault_schedules.world import has_tier, run_seed
 from support.mutations import Mutation, nothing_is_done, require_found
 
+from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.scheduling.lost_pages import LostPages
+from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.state_slots import StateSlots
-from sgl_pipeline.wire.step_order import RequestOpen, StepOrderEncoder
+from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
+from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrderEncoder
 
 
 def slots_of(seed: int) -> int:
@@ -97,6 +101,31 @@ def a_slot_is_sent_a_request_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepOrderEncoder, "_open", mutated)
 
 
+def a_request_goes_on_in_the_slot_that_it_has_left(patch: pytest.MonkeyPatch) -> None:
+    chunk_of = StepOrderEncoder._chunk
+
+    def mutated(self: StepOrderEncoder, chunk: Chunk) -> ChunkOrder:
+        return msgspec.structs.replace(chunk_of(self, chunk), state_slot=None)
+
+    patch.setattr(StepOrderEncoder, "_chunk", mutated)
+
+
+def what_a_decode_leaves_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Its owner writes there, and whoever takes the slot."""
+    leave_behind = StateSnapshots.leave_behind
+
+    def mutated(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
+        source = leave_behind(self, request, cached)
+        if source is not None:
+            held = self._running[request].held
+            self._left.pop(source)
+            held.pop()
+            self._slots.put_back(source)
+        return source
+
+    patch.setattr(StateSnapshots, "leave_behind", mutated)
+
+
 def states_written_since_they_were_copied_do_not_follow(patch: pytest.MonkeyPatch) -> None:
     wrote = OutgoingLayers.wrote
 
@@ -136,6 +165,8 @@ MUTATIONS: dict[str, Mutation] = {
         admission_does_not_ask_for_a_slot,
         retracted_requests_keep_their_slot,
         a_slot_is_sent_a_request_late,
+        a_request_goes_on_in_the_slot_that_it_has_left,
+        what_a_decode_leaves_is_free_at_once,
         states_written_since_they_were_copied_do_not_follow,
         states_are_sent_however_full_the_link_is,
         a_stage_that_waits_for_rows_takes_no_parcels,

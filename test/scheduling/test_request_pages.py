@@ -16,7 +16,7 @@ def test_a_request_that_has_passed_a_node_does_not_prefill_it_any_more() -> None
     tree, pool, slots = RadixTree(4), PagePool(8), StateSlots(2)
     demand = SnapshotDemand(tree)
     storage = SnapshotStorage(tree, demand, slots)
-    snapshots = StateSnapshots(slots, storage, demand, pool.free)
+    snapshots = StateSnapshots(slots, storage, demand, pool.free, 0)
     pages = RequestPages(pool, storage, demand, slots, snapshots)
     first, second = (make_request(name, range(9)) for name in "ab")
     for request in (first, second):

@@ -16,7 +16,8 @@ class _Cache:
         self.slots = StateSlots(num_slots)
         self.storage = SnapshotStorage(tree, self.demand, self.slots)
         self.freed: list[int] = []
-        self.snapshots = StateSnapshots(self.slots, self.storage, self.demand, self.freed.extend)
+        free = self.freed.extend
+        self.snapshots = StateSnapshots(self.slots, self.storage, self.demand, free, 0)
         self._root = tree.root
 
     def put(self, tokens: list[int]) -> RadixNode:
@@ -29,12 +30,15 @@ class _Cache:
 
 
 def test_the_least_recently_used_goes_first_with_its_pages() -> None:
-    cache = _Cache(2)
-    older, newer = cache.put([1, 2]), cache.put([5, 6, 7])
+    cache = _Cache(3)
+    used, older, newer = cache.put([9]), cache.put([1, 2]), cache.put([5, 6, 7])
+    cache.storage.use(used)
     cache.snapshots.evict()
     assert older.state_slot is None and newer.state_slot is not None
     assert cache.freed == [1, 2]
-    assert cache.slots.num_free == 1 == cache.slots.num_evictable
+    cache.snapshots.evict()
+    assert newer.state_slot is None and used.state_slot is not None
+    assert cache.slots.num_free == 2 and cache.slots.num_evictable == 1
 
 
 def test_one_that_a_waiting_request_wants_goes_last() -> None:
@@ -50,13 +54,25 @@ def test_one_that_a_waiting_request_wants_goes_last() -> None:
     assert cache.demand.missing_tokens == 3
 
 
-def test_the_end_goes_before_what_others_may_share_of_it() -> None:
+def test_only_the_snapshot_that_a_request_begins_with_is_used() -> None:
     cache = _Cache(2)
-    whole, head = cache.put([1, 2, 3]), cache.demand.want([1, 2])
+    head = cache.put([1, 2])
+    whole = cache.storage.insert(head, [1, 2, 3], [3]).node
     slot = cache.slots.take_free()
     assert slot is not None
-    cache.storage.attach(head, slot)
-    cache.demand.unwant(head)
-    head.last_used = whole.last_used
+    cache.storage.attach(whole, slot)
+    cache.demand.want([1, 2, 3, 4])
+    # It passes the first one and begins behind the second.
     cache.snapshots.evict()
-    assert head.state_slot is not None and cache.freed == [3]
+    assert head.state_slot is None and whole.state_slot is not None and not cache.freed
+
+
+def test_those_that_are_wanted_are_not_looked_at_again() -> None:
+    cache = _Cache(4)
+    wanted = [cache.put([number]) for number in range(2)]
+    for number in range(2):
+        cache.demand.want([number, 9])
+    for number in (5, 6):
+        cache.put([number])
+    cache.snapshots.evict()
+    assert [*cache.storage.snapshots][1:] == wanted

@@ -3,18 +3,27 @@ after each operation, and what breaks the rules of snapshots is found."""
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support.pipelines import make_request
 from support.snapshot_oracle import check_slots_in_flight, check_snapshot_demand
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
 from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
+from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
 from test.scheduling.test_step_scheduler_stateful import SchedulerMachine
 
 
@@ -28,6 +37,7 @@ class SnapshotMachine(SchedulerMachine):
         duplicate_prefills=st.sampled_from([False, False, True]),
         max_prefill_tokens=st.sampled_from([1, 3, 8, 64]),
         num_state_slots=st.sampled_from([1, 2, 3, 5, 9]),
+        track_pages=st.sampled_from([0, 1, 1, 2]),
         preemption_threshold=st.sampled_from([None, 0]),
         fair_shares_by=st.sampled_from([None, "user"]),
     )
@@ -39,6 +49,7 @@ class SnapshotMachine(SchedulerMachine):
         duplicate_prefills: bool,
         max_prefill_tokens: int,
         num_state_slots: int,
+        track_pages: int,
         preemption_threshold: int | None,
         fair_shares_by: str | None,
     ) -> None:
@@ -57,6 +68,7 @@ class SnapshotMachine(SchedulerMachine):
             max_prefill_tokens=max_prefill_tokens,
             max_running=16,
             num_state_slots=num_state_slots,
+            track_pages=track_pages,
             max_queued=None,
             max_decodes=None,
             preemption_threshold=preemption_threshold,
@@ -79,10 +91,16 @@ class SnapshotMachine(SchedulerMachine):
         for end in ends:
             self.add_plain([*prefix, *end])
 
-    def add_plain(self, prompt_ids: list[int]) -> None:
-        request = make_request(str(len(self.added)), prompt_ids, 2)
+    @precondition(lambda self: any(one.finish for one in self.added))
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def add_next_turn(self, data: st.DataObject, count: int) -> None:
+        last = data.draw(st.sampled_from([one for one in self.added if one.finish]))
+        self.add_plain([*last.prompt_ids, *last.output_ids, 1], count)
+
+    def add_plain(self, prompt_ids: list[int], count: int = 2) -> None:
+        request = make_request(str(len(self.added)), prompt_ids, count)
         request.arrival_s = self.pipeline.now_s
-        if len(prompt_ids) + 1 <= self.pool_tokens:
+        if len(prompt_ids) + count - 1 <= self.pool_tokens:
             self.scheduler.add(request)
             self.added.append(request)
 
@@ -138,8 +156,8 @@ def _matchable_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: StateSnapshots, request: Request) -> int:
         progress = self._running[request]
-        progress.held += progress.in_flight
-        self._num_held += len(progress.in_flight)
+        for one in progress.in_flight:
+            self._hold(request, one)
         progress.in_flight.clear()
         return come_back(self, request)
 
@@ -185,6 +203,77 @@ def _not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SnapshotDemand, "_on_split", staticmethod(lambda *_: None))
 
 
+def _left_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode leaves its state behind and goes on in the same slot."""
+    leave_behind = StateSnapshots.leave_behind
+
+    def stays(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
+        slot = request.state_slot
+        source = leave_behind(self, request, cached)
+        if source is not None:
+            self._slots._free.append(request.state_slot)  # type: ignore[arg-type]
+            request.state_slot = slot
+        return None
+
+    monkeypatch.setattr(StateSnapshots, "leave_behind", stays)
+
+
+def _left_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decode leaves is said to be the state after its own token."""
+    leave_behind = StateSnapshots.leave_behind
+
+    def early(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
+        request.num_computed += self._storage.page_size
+        source = leave_behind(self, request, cached)
+        request.num_computed -= self._storage.page_size
+        return source
+
+    monkeypatch.setattr(StateSnapshots, "leave_behind", early)
+
+
+def _gives_way_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decode leaves may be written in the step that reads it."""
+    leave_behind = StateSnapshots.leave_behind
+
+    def at_once(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
+        source = leave_behind(self, request, cached)
+        self._holders.update(self._left)
+        self._left.clear()
+        return source
+
+    monkeypatch.setattr(StateSnapshots, "leave_behind", at_once)
+
+
+def _settled_between_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's own state is said to be the one after its whole pages."""
+    settle = StateSnapshots.settle
+
+    def rounded(self: StateSnapshots, request: Request) -> int:
+        size, num_tokens = self._storage.page_size, request.num_computed
+        if request.num_scheduled != num_tokens:
+            return settle(self, request)
+        request.num_scheduled = request.num_computed = num_tokens // size * size
+        num_settled = settle(self, request)
+        request.num_scheduled = request.num_computed = num_tokens
+        return num_settled
+
+    monkeypatch.setattr(StateSnapshots, "settle", rounded)
+
+
+def _slot_told_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages go on in the slot that a request has left."""
+    monkeypatch.setattr(StepOrderEncoder, "_chunk", _without_slot(StepOrderEncoder._chunk))
+
+
+def _without_slot(
+    chunk_of: Callable[[StepOrderEncoder, Chunk], ChunkOrder],
+) -> Callable[[StepOrderEncoder, Chunk], ChunkOrder]:
+    def forgetful(self: StepOrderEncoder, chunk: Chunk) -> ChunkOrder:
+        return msgspec.structs.replace(chunk_of(self, chunk), state_slot=None)
+
+    return forgetful
+
+
 def test_nothing_is_found_in_the_same_traffic_as_it_is() -> None:
     run_state_machine_as_test(SnapshotMachine, settings=FIXED)
 
@@ -198,6 +287,11 @@ def test_nothing_is_found_in_the_same_traffic_as_it_is() -> None:
         _claims_stay,
         _not_counted_above,
         _not_split,
+        _left_while_it_is_written,
+        _left_a_token_early,
+        _gives_way_in_its_step,
+        _settled_between_pages,
+        _slot_told_late,
     ],
 )
 def test_what_breaks_the_rules_is_found(

@@ -15,6 +15,7 @@ def check_snapshot_demand(scheduler: StepScheduler) -> None:
     assert isinstance(demand, SnapshotDemand)
     claimed = _claimed(scheduler)
     waiting, missing, pending = Counter[RadixNode](), Counter[RadixNode](), Counter[RadixNode]()
+    wanted = Counter[RadixNode]()
     parked = {
         one: node
         for node in _nodes(demand._tree.root)
@@ -26,19 +27,20 @@ def check_snapshot_demand(scheduler: StepScheduler) -> None:
         nodes = _from_root(path)
         with_snapshot = [node for node in nodes if node.state_slot is not None]
         hit = with_snapshot[-1] if with_snapshot else demand._tree.root
-        assert pages.hit_for(path) is hit
+        assert pages.storage.match(path) is hit
         lacking = [node for node in nodes if node.end > hit.end]
         awaited = [node for node in lacking if claimed[node]]
         assert demand.claimed_node(path) is (awaited[-1] if awaited else None)
         waiting.update(nodes)
+        wanted[hit] += 1
         missing.update(lacking)
         pending.update(node for node in lacking if not awaited or node.end > awaited[-1].end)
         assert request not in parked or parked[request] in awaited
     for node in _nodes(demand._tree.root):
         counts = node.num_waiting, node.num_prefilling
         assert counts == (waiting[node], claimed[node]), "what requests want and bring"
-        if node.state_slot is None:
-            assert node.num_missing == missing[node], "requests that lack it"
+        lacking_it = missing if node.state_slot is None else wanted
+        assert node.num_missing == lacking_it[node], "requests that lack it, or begin with it"
         if node.state_slot is None and not claimed[node]:
             assert node.num_pending == pending[node], "requests that nobody brings it to"
     assert demand.missing_tokens == sum(len(one.tokens) * n for one, n in missing.items())

@@ -42,7 +42,7 @@ from sgl_pipeline.wire.store_orders import (
 SAMPLING = SamplingSpec(0.5, 3, 0.9, 0.1, 7, 0.25, -0.5, 1.5, ((4, -100.0), (9, 2)), 6, (2, 8))
 OPEN = RequestOpen(3, SAMPLING, 5, LogprobSpec(1, 4, (5, 6)), Lease("P", 8), 7)
 CHUNK = ChunkOrder(
-    3, 9, 2, True, b"tokens__", b"page", b"mask", b"draft___", 1, (StateSnapshot(11, 2),)
+    3, 9, 2, True, b"tokens__", b"page", b"mask", b"draft___", 1, (StateSnapshot(11, 2),), 4
 )
 # One of each kind, no field at its default. `test_every_kind_of_order_has_an_example` holds it.
 EXAMPLES: tuple[StageOrder, ...] = (

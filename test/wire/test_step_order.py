@@ -283,6 +283,32 @@ def test_snapshots_of_a_chunk_reach_the_stage() -> None:
     assert mirrored.snapshots == taken
 
 
+def test_a_request_that_goes_on_in_another_slot_is_told_once() -> None:
+    request, encoder, mirror = make_request([1] * 4), StepOrderEncoder(), RequestMirror()
+    request.state_slot = 3
+    told = []
+    for start, source in ((0, None), (4, 3), (5, None)):
+        if source is not None:
+            request.state_slot = 6
+        length = 1 if start else 4
+        chunk = Chunk(request, start, length, start > 0, True, state_source=source)
+        order = over_the_wire(encoder.encode(microbatch_of(start, (chunk,))))
+        (mirrored,) = mirror.apply(order)
+        told.append(order.chunks[0].state_slot)
+        assert mirrored.state_source == source
+        assert mirrored.request.state_slot == request.state_slot
+        request.output_ids.append(1)
+    assert told == [None, 6, None]
+    # Whoever joins is told where it is now.
+    assert encoder.snapshot().opens[0].state_slot == 6
+
+
+def test_a_request_that_goes_on_in_another_slot_begins_with_a_state() -> None:
+    opened, chunk = RequestOpen(0, GREEDY, 9, state_slot=0), ChunkOrder(0, 4, 1, True, state_slot=2)
+    with pytest.raises(ProtocolError, match="goes on in the state slot 2 without a state"):
+        RequestMirror().apply(StepOrder(0, 0, (), (opened,), (chunk,)))
+
+
 @pytest.mark.parametrize(
     ("start", "source", "places", "what"),
     [
@@ -305,7 +331,9 @@ def test_snapshots_that_are_not_on_the_way_of_their_chunk_are_an_error(
 
 
 @pytest.mark.parametrize(
-    "given", [{"state_source": 1}, {"snapshots": (StateSnapshot(3, 1),)}], ids=["source", "taken"]
+    "given",
+    [{"state_source": 1}, {"snapshots": (StateSnapshot(3, 1),)}, {"state_slot": 1}],
+    ids=["source", "taken", "slot"],
 )
 def test_snapshots_of_a_request_without_a_state_are_an_error(given: dict[str, Any]) -> None:
     opened, chunk = RequestOpen(0, GREEDY, 9), ChunkOrder(0, 2, 4, False, **given)

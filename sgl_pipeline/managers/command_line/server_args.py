@@ -160,7 +160,7 @@ def make_parser(
     for action in parser._actions:
         if action.dest == "model_path":
             action.required = False
-        if action.dest == "pp_async_batch_depth":
+        if action.dest in ("pp_async_batch_depth", "mamba_track_interval"):
             action.default = None  # to see whether it is given
         if action.dest == "disaggregation_transfer_backend":
             action.default = PAGE_LINK

@@ -14,6 +14,7 @@ from sgl_pipeline.host_memory import available_memory_bytes
 logger = logging.getLogger(__name__)
 
 SLOTS_FLAG, RATIO_FLAG = "--max-mamba-cache-size", "--mamba-full-memory-ratio"
+INTERVAL_FLAG = "--mamba-track-interval"
 DEFAULT_RATIO = 0.9  # SGLang's
 # With the radix cache, slots for each request that may run: its own, and two of snapshots. SGLang
 # counts on as many (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO).
@@ -32,10 +33,16 @@ def settle_state_slots(
     for flags that cannot be honored, or where not one slot fits.
     """
     slots, ratio = options.max_mamba_cache_size, options.mamba_full_memory_ratio
+    interval = options.mamba_track_interval
     if not slot_bytes:
-        for flag, value in ((SLOTS_FLAG, slots), (RATIO_FLAG, ratio)):
+        for flag, value in ((SLOTS_FLAG, slots), (RATIO_FLAG, ratio), (INTERVAL_FLAG, interval)):
             require(value is None, f"{flag} {value} is for models with states; this one has none")
         return 0
+    require(
+        interval is None or not options.disable_radix_cache,
+        f"{INTERVAL_FLAG} {interval} does nothing beside --disable-radix-cache: there are no "
+        "snapshots; give one",
+    )
     if slots is not None:
         at_least(1)(SLOTS_FLAG, slots)
         require(ratio is None, f"{RATIO_FLAG} {ratio} does nothing beside {SLOTS_FLAG}; give one")

@@ -9,6 +9,8 @@ ignored without a word.
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_pipeline.args.scheduling_args import TRACK_INTERVAL
+
 # `sleep_on_idle` is always so: the scheduler process waits for its sockets.
 HONORED = frozenset(
     """
@@ -19,6 +21,7 @@ HONORED = frozenset(
     chunked_prefill_size
     max_total_tokens mem_fraction_static
     max_running_requests max_queued_requests max_mamba_cache_size mamba_full_memory_ratio
+    mamba_track_interval
     disable_radix_cache stream_interval sleep_on_idle
     schedule_policy enable_dynamic_chunking
     enable_priority_scheduling schedule_low_priority_values_first
@@ -172,6 +175,9 @@ HELP = {
     "--disable-radix-cache, or as many as fit).",
     "mamba_full_memory_ratio": "Memory for states to memory for pages, without "
     "--max-mamba-cache-size (default: 0.9).",
+    "mamba_track_interval": "Tokens after which a decode of a model with states leaves a snapshot "
+    "of its state for the prefix cache, again and again, and keeps the last; whole pages, 0: none "
+    "(default: 256).",
     "speculative_num_draft_tokens": "Most tokens of a decode in a step, its own and the guesses "
     "behind it (default: 12).",
     "pp_async_batch_depth": "Steps in flight beyond one per stage, as --extra-steps-in-flight.",
@@ -336,6 +342,7 @@ UPSTREAM_VALUES = {
     "chunked_prefill_size": None,
     "max_mamba_cache_size": None,
     "mamba_full_memory_ratio": None,
+    "mamba_track_interval": TRACK_INTERVAL,
     "enable_hierarchical_cache": False,
     "enable_cache_report": True,
     "disaggregation_mode": "null",

@@ -26,6 +26,7 @@ def _a_host_of_300_mib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_of(**given: object) -> argparse.Namespace:
     values = {"max_mamba_cache_size": None, "mamba_full_memory_ratio": None}
+    values["mamba_track_interval"] = None
     return argparse.Namespace(**values | {"disable_radix_cache": False} | given)
 
 
@@ -73,6 +74,12 @@ def test_states_take_sglangs_share_of_memory(caplog: pytest.LogCaptureFixture) -
     [
         ({"max_mamba_cache_size": 3}, 0, "--max-mamba-cache-size 3 is for models with states"),
         ({"mamba_full_memory_ratio": 0.5}, 0, "--mamba-full-memory-ratio 0.5 is for models"),
+        ({"mamba_track_interval": 256}, 0, "--mamba-track-interval 256 is for models with states"),
+        (
+            {"mamba_track_interval": 64, "disable_radix_cache": True},
+            MIB,
+            "--mamba-track-interval 64 does nothing beside --disable-radix-cache",
+        ),
         ({"max_mamba_cache_size": 0}, MIB, "--max-mamba-cache-size 0 must be at least 1"),
         (
             {"max_mamba_cache_size": 3, "mamba_full_memory_ratio": 0.5},
@@ -102,6 +109,9 @@ def test_a_server_of_such_a_model_has_slots_and_its_radix_cache(model: str) -> N
     scheduling = plan.pipeline.scheduling
     assert (scheduling.num_state_slots, scheduling.radix_cache) == (18, True)
     assert not plan.upstream.disable_radix_cache and plan.pipeline.log_mib == 0
+    assert scheduling.snapshot_interval == 256
+    asked = parse_command_line([*flags, "--mamba-track-interval", "64"]).pipeline.scheduling
+    assert asked.snapshot_interval == 64
     scheduling = parse_command_line([*flags, "--disable-radix-cache"]).pipeline.scheduling
     assert (scheduling.num_state_slots, scheduling.radix_cache) == (6, False)
 
@@ -110,6 +120,7 @@ def test_a_server_of_such_a_model_has_slots_and_its_radix_cache(model: str) -> N
     ("flags", "words"),
     [
         (["--max-mamba-cache-size", "0"], "--max-mamba-cache-size 0"),
+        (["--mamba-track-interval", "40"], "--mamba-track-interval 40 must be a multiple"),
         (["--mamba-full-memory-ratio", "0"], "--mamba-full-memory-ratio 0.0"),
         (["--mamba-ssm-dtype", "bfloat16"], "--mamba-ssm-dtype bfloat16 cannot be honored"),
         (["--linear-attn-backend", "flashinfer"], "--linear-attn-backend flashinfer"),
