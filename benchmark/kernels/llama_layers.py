@@ -43,7 +43,8 @@ class LlamaLayers:
         return twice - once
 
     def _file_ms(self, path: Path, chunks: Step) -> float:
-        command = [self._program, "--model", path, *bench_flags(self._published, chunks)]
+        flags = bench_flags(self._published, chunks)
+        command: list[str | Path] = [self._program, "--model", path, *flags]
         done = subprocess.run(command, capture_output=True, text=True)
         rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode != 0 or not rows:

@@ -178,14 +178,14 @@ class Checkpoint:
             ) from None
 
     def _find_plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """What `_find` returns, for `read`, if it fits."""
+        """The tensor as it lies in its file, if it fits `read`. Raises CheckpointError."""
         found = self._find(name, shape)
         if tuple(found.shape) != shape or not _is_plain(found):
             raise self._misfit(name, found, shape, "floats")
         return found
 
     def _find_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The same for `read_as`, if it fits."""
+        """The same for `read_as`."""
         found = self._find(name, shape)
         fits = _is_plain(found) if dtype == torch.float32 else found.dtype == dtype
         if _without_ones(found.shape) != _without_ones(shape) or not fits:

@@ -311,7 +311,7 @@ def _gptq(fields: _Fields, head: str) -> Quantization:
 
 
 def _left_out_patterns(fields: _Fields) -> list[str]:
-    """Those of GPTQModel's `dynamic` that begin with `-:`. Others must change nothing."""
+    """Patterns of GPTQModel's `dynamic` that leave matrices out; others must change nothing."""
     changes = fields.take("dynamic", {})
     if not isinstance(changes, dict) or not all(map(_is_understood, changes.items())):
         fields.refuse("dynamic", "an object of patterns that leave matrices out, as '-:.*attn.*'")
