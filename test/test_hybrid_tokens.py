@@ -1,24 +1,30 @@
 """Tokens of models whose layers keep states are transformers', at any depth and in any chunks."""
 
 import random
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from support.greedy_oracle import count_ties, reference_model
 from support.hybrid_stages import HandledRequest, HybridStages
 from support.local_pipeline import LocalPipeline
 from support.pipelines import make_request
-from support.quantized_models import quantized_model
-from support.tiny_models import HYBRID_MODELS, VOCAB_SIZE, tiny_model
+from support.quantized_models import FORMATS, quantized_model
+from support.tiny_models import GROUPED_HYBRIDS, HYBRID_MODELS, VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs
-from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.errors import CheckpointError, ProtocolError
 from sgl_pipeline.microbatch import StateSnapshot
+from sgl_pipeline.pp_runner.layer_kernels import torch_quantized
 from sgl_pipeline.records.move_record import MoveOutcome
 
 SPLITS = [(6,), (4, 2), (1, 3, 2)]
 WHOLE = 1000
+FOUR_BITS = [name for name, own in FORMATS.items() if not own.rounds_rows]
 KERNELS = {
     "torch": {"attention_backend": "torch", "layer_kernels": "torch"},
     "compiled": {"attention_backend": "cpu", "layer_kernels": "cpu"},
@@ -79,18 +85,42 @@ def test_several_requests_in_a_step_and_a_slot_that_another_had(kernels: str) ->
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("quantization", [None, "w8a8_int8", "fp8"])
+@pytest.mark.parametrize("quantization", [None, "w8a8_int8", "fp8", "w4a8_int8"])
 def test_bfloat16_has_the_same_tokens_in_any_chunks_and_splits(quantization: str | None) -> None:
+    assert_same_tokens(tiny_model("qwen3.5"), quantization, is_recorded=quantization is None)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", GROUPED_HYBRIDS)
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_stored_formats_have_the_same_tokens_in_any_chunks_and_splits(
+    format_name: str, name: str
+) -> None:
+    assert_same_tokens(quantized_model(format_name, name).path)
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("format_name", FOUR_BITS)
+def test_so_have_four_bits_whose_rows_are_rounded(format_name: str) -> None:
+    assert_same_tokens(quantized_model(format_name, "qwen3.5-grouped").path, "w4a8_int8")
+
+
+def assert_same_tokens(
+    path: Path, quantization: str | None = None, *, is_recorded: bool = False
+) -> None:
     settings = {**KERNELS["compiled"], "dtype": "bfloat16", "quantization": quantization}
     outputs = []
     for layer_counts, chunk in (((6,), 1), ((1, 3, 2), 7), ((6,), WHOLE)):
-        stages = HybridStages(tiny_model("qwen3.5"), layer_counts, **settings)
+        stages = HybridStages(path, layer_counts, **settings)
         request = stages.open(prompt(5, 60), 2)
         stages.finish(request, chunk, 10)
         outputs.append(request.output_ids)
-        if quantization is None:
+        if is_recorded:
             assert all(runner._layers.is_recorded for runner in stages.runners)
     assert outputs[0] == outputs[1] == outputs[2]
+    assert len({*outputs[0]}) > 3, "the model repeats itself"
 
 
 @pytest.mark.parametrize("layer_counts", [(6,), (4, 2)])
@@ -140,15 +170,69 @@ def test_slots_of_snapshots_that_a_step_cannot_have_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format_name", ["pack-quantized", "pack-quantized asymmetric, ordered"])
-def test_four_bits_give_the_tokens_of_the_weights_that_they_stand_for(
-    format_name: str,
+@pytest.mark.parametrize("name", GROUPED_HYBRIDS)
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_stored_formats_give_the_tokens_of_the_weights_that_they_stand_for(
+    format_name: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = quantized_model(format_name, "qwen3.5")
+    """With rows as they are, also where the format rounds them: a rounding may go either way."""
+    monkeypatch.setattr(
+        torch_quantized, "_product", lambda x, weight: F.linear(x, weight.dequantized())
+    )
+    model = quantized_model(format_name, name)
     stages = HybridStages(model.path, (1, 3, 2))
     request = stages.open(prompt(5, 60), 0)
     stages.finish(request, 7, 10)
     assert_greedy(model.dequantized, request)
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` with all experts of a layer in one, all gates before all ups."""
+    joined: dict[str, torch.Tensor] = {}
+    parts: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight", name):
+            parts.setdefault((match[1], match[2]), []).append(tensor)
+        else:
+            joined[name] = tensor
+    for experts in {experts for experts, _ in parts}:
+        gates, ups = (torch.stack(parts[experts, part]) for part in ("gate_proj", "up_proj"))
+        joined[f"{experts}.gate_up_proj"] = torch.cat((gates, ups), dim=1)
+        joined[f"{experts}.down_proj"] = torch.stack(parts[experts, "down_proj"])
+    return joined
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3.5-moe-multimodal"])
+@pytest.mark.parametrize("quantization", [None, "w8a8_int8"])
+def test_experts_in_a_stack_are_those_in_tensors_of_their_own(
+    quantization: str | None, name: str, tmp_path: Path
+) -> None:
+    separate = tiny_model(name)
+    shutil.copytree(separate, tmp_path / "model")
+    weights = stacked(load_file(separate / "model.safetensors"))
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    settings = {**KERNELS["compiled"], "dtype": "bfloat16", "quantization": quantization}
+    outputs, sizes = [], []
+    for path in (separate, tmp_path / "model"):
+        stages = HybridStages(path, (4, 2), **settings)
+        request = stages.open(prompt(5, 40), 0)
+        stages.finish(request, 7, 10)
+        outputs.append(request.output_ids)
+        sizes.append([runner.held_layers.model.weight_bytes for runner in stages.runners])
+    assert outputs[0] == outputs[1] and sizes[0] == sizes[1]
+
+
+@pytest.mark.slow
+def test_a_stack_of_experts_that_should_have_fewer_bits_is_refused(tmp_path: Path) -> None:
+    """Rounding it would give weights that the checkpoint does not hold."""
+    name = "qwen3.5-moe-grouped"
+    shutil.copytree(quantized_model("gptq", name).path, tmp_path / "model")
+    weights = stacked(load_file(tiny_model(name) / "model.safetensors"))
+    weights |= load_file(tmp_path / "model" / "model.safetensors")
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts\.\w+ holds all experts"):
+        HybridStages(tmp_path / "model", (6,))
 
 
 def test_a_step_without_its_state_slots_is_refused() -> None:

@@ -4,7 +4,7 @@ A choice of experts is a step: where rounding sends a row to another expert, its
 one, right as it may be. So models with experts get weights with which it cannot.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -53,6 +53,12 @@ class UpcastWeights:
 
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._source.read_as(name, shape, dtype)
+
+    def read_parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        for part in self._source.read_parts(name, shape, dtype):
+            yield part.float() if dtype is None else part
 
 
 class RoutedWeights(DummyWeights):

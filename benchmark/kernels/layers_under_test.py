@@ -4,7 +4,7 @@ Called by `published_layers.py`. Never starts a process.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -187,6 +187,15 @@ class _RandomWeights(MadeUpWeights):
         for part in codes.split(PATTERN_LENGTH):
             part.copy_(self._codes[: part.numel()])
         return codes.view(shape)
+
+    def read_parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        if dtype is None:
+            yield from super().read_parts(name, shape)
+            return
+        for _ in range(shape[0]):
+            yield self.read_as(name, shape[1:], dtype)
 
     def has(self, name: str) -> bool:
         """True if it is no scale of keys or values."""

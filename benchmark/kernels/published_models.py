@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Step = list[tuple[int, int]]  # (start, length) of each chunk
+STATE = "linear_attention"  # the kind of layers that keep a state
 
 _GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -61,8 +62,8 @@ _QWEN3_5_4B: dict[str, Any] = {
 @dataclass(frozen=True)
 class PublishedLayers:
     """Layers of kinds `layer_types`. `config` is without what depends on their number, and
-    `transformers_config` the name of transformers' class for it. We serve no model without those of
-    kinds `others`, which are not measured."""
+    `transformers_config` the name of transformers' class for it. Those of kinds `others` are not
+    measured: we serve no model of states alone, and llama.cpp none of this family without both."""
 
     name: str
     config: dict[str, Any]
@@ -94,7 +95,7 @@ PUBLISHED = (
         "Qwen3.5-4B, state",
         _QWEN3_5_4B,
         "Qwen3_5TextConfig",
-        ("linear_attention",),
+        (STATE,),
         _STEPS,
         others=("full_attention",),
     ),
@@ -104,6 +105,7 @@ PUBLISHED = (
         "Qwen3_5TextConfig",
         ("full_attention",),
         _STEPS,
+        others=(STATE,),
     ),
     PublishedLayers(
         "gpt-oss-20b, two layers",

@@ -1,4 +1,4 @@
-"""Builds llama.cpp's `llama-server` and `llama-quantize`: `build/peers/llama_cpp/bin`.
+"""Builds llama.cpp's server, its tool that rounds and one that times: `build/peers/llama_cpp/bin`.
 
 Run once by hand, `python -m benchmark.peers.install_llama_cpp` (ten minutes on two cores, needs a
 C++ compiler); `engines.py` then starts the server. The sources are those that the package
@@ -21,7 +21,7 @@ from sgl_pipeline.errors import ConfigurationError
 
 PACKAGE = "llama-cpp-python"
 PACKAGE_VERSION = "0.3.36"
-PROGRAMS = ("llama-server", "llama-quantize")
+PROGRAMS = ("llama-server", "llama-quantize", "llama-batched-bench")
 _REQUIREMENTS = Path(__file__).with_name("llama_cpp_requirements.txt")
 _SETTINGS = {
     "CMAKE_BUILD_TYPE": "Release",

@@ -19,8 +19,7 @@ Row = dict[str, Any]
 
 
 def take_turns(competitors: Mapping[str, Callable[[], object]], rounds: int) -> Row:
-    """Milliseconds of CPU time of each: `name_ms` the median, `name_spread` its relative
-    interquartile range. One uncounted round comes first."""
+    """`median_and_spread` of the CPU time of each. One uncounted round comes first."""
     times: dict[str, list[float]] = {name: [] for name in competitors}
     for counted in range(-1, rounds):
         for name, call in competitors.items():
@@ -30,10 +29,14 @@ def take_turns(competitors: Mapping[str, Callable[[], object]], rounds: int) -> 
                 times[name].append((time.thread_time() - start) * 1e3)
     row: Row = {}
     for name, measured in times.items():
-        low, middle, high = statistics.quantiles(measured, n=4)
-        row[f"{name}_ms"] = middle
-        row[f"{name}_spread"] = (high - low) / middle
+        row |= median_and_spread(name, measured)
     return row
+
+
+def median_and_spread(name: str, times: Sequence[float]) -> Row:
+    """`name_ms` the median of milliseconds, `name_spread` its relative interquartile range."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return {f"{name}_ms": middle, f"{name}_spread": (high - low) / middle}
 
 
 def read_bytes_per_ms(rounds: int) -> float:

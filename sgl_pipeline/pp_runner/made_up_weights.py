@@ -1,7 +1,7 @@
 """Weights of which only the sizes matter, for timing."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -40,3 +40,12 @@ class MadeUpWeights:
 
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         raise NotImplementedError("weights that are made up have no tensors of a layout")
+
+    def read_parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        if dtype is not None:
+            raise NotImplementedError("weights that are made up have no tensors of a layout")
+        for _ in range(shape[0]):
+            yield self.read(name, shape[1:])
+        self.loaded[name] = math.prod(shape) * self.dtype.itemsize

@@ -229,6 +229,10 @@ FORMATS: dict[str, Format] = {
         GPTQ | {"desc_act": True, "checkpoint_format": "gptq_v2"},
         lambda matrix: gptq(matrix, version=2, ordered=True),
     ),
+    # As Qwen publishes Qwen3.5: the lone name says that nothing of it differs.
+    "gptq without attention": Format(
+        GPTQ | {"dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*visual.*": {}}}, gptq
+    ),
     "awq": Format(
         {
             "quant_method": "awq",
@@ -248,6 +252,8 @@ def is_quantized(name: str, config: dict[str, Any]) -> bool:
     is_product = name.endswith("_proj.weight") or ".linear_attn.in_proj_" in name
     if config["quant_method"] == "compressed-tensors":
         return is_product and not ("layers.1." in name and "down_proj" in name)
+    if "dynamic" in config:
+        return is_product and "attn" not in name
     kept = config.get("modules_to_not_convert", ())
     return is_product and not any(f"{entry}." in name for entry in kept)
 

@@ -255,7 +255,35 @@ _HYBRIDS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | Non
         None,
     ),
 }
+# Sizes of whole groups of 32, and heads that fill words of eight, as formats of 4 bits want them.
+_GROUPED_STATES: dict[str, Any] = {
+    **_STATES,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+_GROUPED_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+}
+_GROUPED_HYBRIDS: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any], int | None]] = {
+    "qwen3.5-grouped": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _GROUPED_STATES, None),
+    "qwen3.5-moe-grouped": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig,
+        {**_GROUPED_STATES, **_GROUPED_EXPERTS},
+        None,
+    ),
+    "qwen3-next-grouped": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {**_GROUPED_STATES, **_GROUPED_EXPERTS},
+        None,
+    ),
+}
 HYBRID_MODELS = (*_HYBRIDS,)
+GROUPED_HYBRIDS = (*_GROUPED_HYBRIDS,)
 TINY_MODELS = (*_VARIANTS, "chatglm")
 
 # By rope type; the original contexts are shorter than the tests' prompts.
@@ -332,8 +360,8 @@ def _session_directory() -> tempfile.TemporaryDirectory[str]:
 
 @cache
 def tiny_model(name: str) -> Path:
-    """The directory of a checkpoint from TINY_MODELS or HYBRID_MODELS, or of one with a stretched
-    context; written once per test session.
+    """The directory of a checkpoint from TINY_MODELS, HYBRID_MODELS or GROUPED_HYBRIDS, or of one
+    with a stretched context; written once per test session.
 
     Biases and norm weights are random too: transformers starts them at 0 and 1, where a decoder
     that forgets them would pass.
@@ -342,9 +370,10 @@ def tiny_model(name: str) -> Path:
     if name == "chatglm":
         _write_chatglm(directory)
         return directory
-    variants = _VARIANTS | _LONG_CONTEXT | _HYBRIDS
+    variants = _VARIANTS | _LONG_CONTEXT | _HYBRIDS | _GROUPED_HYBRIDS
     model_class, config_class, changes, shard_bytes = variants[name]
-    torch.manual_seed((*TINY_MODELS, *_LONG_CONTEXT, *_HYBRIDS).index(name))
+    names = (*TINY_MODELS, *_LONG_CONTEXT, *_HYBRIDS, *_GROUPED_HYBRIDS)
+    torch.manual_seed(names.index(name))
     sizes = {} if "text_config" in changes else _SIZES
     model = model_class(config_class(**{**sizes, **changes}))
     with torch.no_grad():

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from sgl_pipeline.errors import CheckpointError
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GatedLinear, LayerKernels, Linear
 from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
 from sgl_pipeline.pp_runner.weights.kv_scales import KvScales, read_kv_scales
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix, join, part_of, scale_rows
-from sgl_pipeline.pp_runner.weights.schemes import Quantization
+from sgl_pipeline.pp_runner.weights.schemes import Layout, Quantization
 from sgl_pipeline.pp_runner.weights.stacked_matrices import read_plain_stack, read_stacked_matrices
 
 
@@ -74,9 +75,19 @@ class LayerTensors:
 
     def plain_stack(self, name: str, shape: tuple[int, int, int], like: str) -> Iterator[Matrix]:
         """The matrix [O, I] of each expert of the stack `name` with `shape` (E, O, I), which has 16
-        bits in the file and is rounded as the matrix `like`."""
-        quantization = self._quantization
-        scheme = None if quantization is None else quantization.scheme_of(f"{self._prefix}{like}")
+        bits in the file and is rounded as the matrix `like`.
+
+        Raises CheckpointError where that should have fewer bits in the file.
+        """
+        quantization, module = self._quantization, f"{self._prefix}{like}"
+        scheme = None if quantization is None else quantization.scheme_of(module)
+        if quantization is not None and scheme is not None:
+            layout = quantization.layout_of(module)
+            if layout is not Layout.SIXTEEN_BITS:
+                raise CheckpointError(
+                    f"{self._prefix}{name} holds all experts in 16 bits; by config.json {module} "
+                    f"is one of the matrices in {quantization.method}, which are read one by one"
+                )
         return read_plain_stack(self._weights, scheme, f"{self._prefix}{name}", shape)
 
     def vector(self, name: str, size: int) -> torch.Tensor:

@@ -15,8 +15,9 @@ from sgl_pipeline.pp_runner.model.decoder import DecoderLayer
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.rotary import RotaryEmbedding
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps, pass_plain_layers
-from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource, weight_opener
+from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource, weight_opener
 from sgl_pipeline.pp_runner.weights.layouts import read_matrix, round_matrix
+from sgl_pipeline.pp_runner.weights.paced_weights import PacedWeights
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 from sgl_pipeline.pp_runner.weights.schemes import Layout
 

@@ -6,7 +6,7 @@ was not asked for: a stage holds its own layers and no others.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,13 @@ class WeightSource(Protocol):
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The same in `dtype`: fp32 from any floats, otherwise as stored. Dimensions of 1 may be
         missing. Not for made-up weights."""
+
+    def read_parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        """The parts of the tensor `name` along the first of its dimensions, one after the other:
+        copies that the caller owns, as of `read`, or in `dtype` as of `read_as`. Only the part that
+        is asked for is in memory."""
 
     def has(self, name: str) -> bool:
         """True if a file holds the tensor `name`; dummy weights are in no file."""
@@ -129,18 +136,24 @@ class Checkpoint:
         return name in self._file_of
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        found = self._find(name, shape)
-        if tuple(found.shape) != shape or not _is_plain(found):
-            raise self._misfit(name, found, shape, "floats")
-        return self._keep(name, found, self.dtype)
+        return self._keep(name, self._find_plain(name, shape), self.dtype)
 
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        found = self._find(name, shape)
-        fits = _is_plain(found) if dtype == torch.float32 else found.dtype == dtype
-        if _without_ones(found.shape) != _without_ones(shape) or not fits:
-            wanted = "floats" if dtype == torch.float32 else str(dtype)
-            raise self._misfit(name, found, shape, wanted)
-        return self._keep(name, found.reshape(shape), dtype)
+        return self._keep(name, self._find_as(name, shape, dtype), dtype)
+
+    def read_parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        if dtype is None:
+            found = self._find_plain(name, shape)
+        else:
+            found = self._find_as(name, shape, dtype)
+        num_bytes = 0
+        for mapped in found:
+            part = self._keep(name, mapped, dtype or self.dtype)
+            num_bytes += part.nbytes
+            yield part
+        self.loaded[name] = num_bytes
 
     def names(self) -> Iterable[str]:
         return self._file_of.keys()
@@ -164,6 +177,22 @@ class Checkpoint:
                 f"{self._directory / file_name}: tensor {name} is unreadable: {error}"
             ) from None
 
+    def _find_plain(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as it lies in its file, if it fits `read`. Raises CheckpointError."""
+        found = self._find(name, shape)
+        if tuple(found.shape) != shape or not _is_plain(found):
+            raise self._misfit(name, found, shape, "floats")
+        return found
+
+    def _find_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same for `read_as`."""
+        found = self._find(name, shape)
+        fits = _is_plain(found) if dtype == torch.float32 else found.dtype == dtype
+        if _without_ones(found.shape) != _without_ones(shape) or not fits:
+            wanted = "floats" if dtype == torch.float32 else str(dtype)
+            raise self._misfit(name, found, shape, wanted)
+        return found.reshape(shape)
+
     def _misfit(
         self, name: str, found: torch.Tensor, shape: tuple[int, ...], wanted: str
     ) -> CheckpointError:
@@ -186,40 +215,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
-
-
-class PacedWeights:
-    """The tensors of `source`, with a `pause` before each."""
-
-    def __init__(self, source: WeightSource, pause: Callable[[], None]) -> None:
-        self._source = source
-        self._pause = pause
-        self.loaded = source.loaded
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._source.dtype
-
-    @property
-    def is_made_up(self) -> bool:
-        return self._source.is_made_up
-
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
-
-    def names(self) -> Iterable[str]:
-        return self._source.names()
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._source.shape_of(name)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        self._pause()
-        return self._source.read(name, shape)
-
-    def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        self._pause()
-        return self._source.read_as(name, shape, dtype)
 
 
 class DummyWeights:
@@ -253,3 +248,15 @@ class DummyWeights:
 
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         raise NotImplementedError("weights that are made up have no tensors of a layout")
+
+    def read_parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        if dtype is not None:
+            raise NotImplementedError("weights that are made up have no tensors of a layout")
+        num_bytes = 0
+        for place in range(shape[0]):
+            part = self.read(f"{name}[{place}]", shape[1:])
+            num_bytes += self.loaded.pop(f"{name}[{place}]")
+            yield part
+        self.loaded[name] = num_bytes

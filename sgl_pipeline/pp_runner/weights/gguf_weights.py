@@ -6,7 +6,7 @@ error and no signal that kills the process.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import gguf
@@ -86,6 +86,11 @@ class GgufWeights:
 
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         raise CheckpointError(f"{self._file_name} holds no tensor {name} of {dtype}")
+
+    def read_parts(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        raise CheckpointError(f"{self._file_name} holds no stack {name}")
 
     @property
     def _file_name(self) -> Path:

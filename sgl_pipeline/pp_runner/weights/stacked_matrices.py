@@ -1,5 +1,6 @@
 """Reads the matrices of all experts of a layer where a checkpoint has them in one tensor: gpt-oss's
-plain, inputs first, or in MXFP4, Qwen3.5's plain, outputs first.
+plain, inputs first, or in MXFP4, Qwen3.5's plain, outputs first. One expert's part is read after
+the other, so that a stage never holds a stack beside its experts.
 
 Shapes: E experts, O outputs, I inputs, G = I / 32 groups.
 """
@@ -34,10 +35,8 @@ def read_stacked_matrices(
     layout = Layout.SIXTEEN_BITS if quantization is None else quantization.layout_of(module)
     if scheme is None or source.is_made_up or layout is Layout.SIXTEEN_BITS:
         num_experts, outputs, inputs = shape
-        stacked = source.read(module, (num_experts, inputs, outputs))
-        for plain in stacked:
-            matrix = plain.T.contiguous()
-            yield matrix if scheme is None else round_matrix(source, module, matrix, scheme)
+        parts = source.read_parts(module, (num_experts, inputs, outputs))
+        yield from _rounded(source, scheme, module, (plain.T.contiguous() for plain in parts))
         return
     if layout is not Layout.MXFP4:
         raise CheckpointError(
@@ -55,15 +54,21 @@ def read_plain_stack(
 
     Raises CheckpointError as `source` does.
     """
+    return _rounded(source, scheme, name, source.read_parts(name, shape))
+
+
+def _rounded(
+    source: WeightSource, scheme: Scheme | None, name: str, matrices: Iterator[torch.Tensor]
+) -> Iterator[Matrix]:
+    """`matrices` of the tensor `name` in the scheme; updates the source's bytes."""
+    if scheme is None:
+        yield from matrices
+        return
     num_bytes = 0
-    for plain in source.read(name, shape):
-        matrix: Matrix
-        if scheme is None:
-            matrix = plain.clone()
-        else:
-            matrix = round_matrix(source, name, plain, scheme)
-        num_bytes += matrix.nbytes
-        yield matrix
+    for matrix in matrices:
+        weight = round_matrix(source, name, matrix, scheme)
+        num_bytes += weight.nbytes
+        yield weight
     source.loaded[name] = num_bytes
 
 
@@ -76,16 +81,15 @@ def _read_mxfp4(source: WeightSource, module: str, shape: tuple[int, int, int]) 
             f"{module} has {inputs} inputs, not a multiple of MXFP4's groups of {MXFP4_GROUP}"
         )
     groups = inputs // MXFP4_GROUP
-    blocks = source.read_as(
+    blocks = source.read_parts(
         f"{module}_blocks", (num_experts, outputs, groups, MXFP4_GROUP // 2), torch.uint8
     )
-    scales = source.read_as(f"{module}_scales", (num_experts, outputs, groups), torch.uint8)
+    scales = source.read_parts(f"{module}_scales", (num_experts, outputs, groups), torch.uint8)
     for own_blocks, own_scales in zip(blocks, scales, strict=True):
-        own_scales = own_scales.clone()
         own_scales[(own_blocks & 0x77 == 0).all(dim=2)] = 127  # of zeros alone
         if own_scales.min() < MXFP4_SCALES[0] or own_scales.max() > MXFP4_SCALES[-1]:
             raise CheckpointError(
                 f"tensor {module}_scales holds a scale outside of {MXFP4_SCALES[0]} to "
                 f"{MXFP4_SCALES[-1]}, with which numbers are not those of bf16"
             )
-        yield Mxfp4Weight(own_blocks.flatten(1).clone(), own_scales, source.dtype)
+        yield Mxfp4Weight(own_blocks.flatten(1), own_scales, source.dtype)

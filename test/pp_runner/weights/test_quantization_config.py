@@ -113,6 +113,9 @@ def changed(name: str, path: tuple[str, ...], value: Any) -> dict[str, Any]:
         ("gptq", ("bits",), True),
         ("gptq", ("group_size",), 48),
         ("gptq", ("dynamic",), {"+:.*": {"bits": 8}}),
+        ("gptq", ("dynamic",), {".*": {"bits": 8}}),
+        ("gptq", ("dynamic",), {"-:(": {}}),
+        ("gptq", ("dynamic",), ["-:.*attn.*"]),
         ("gptq", ("checkpoint_format",), "marlin"),
         ("gptq", ("is_marlin_format",), True),
         ("awq", ("version",), "gemv"),
@@ -146,6 +149,10 @@ def test_which_matrices_are_quantized():
     blocks = read(FORMATS["fp8 blocks"].config)
     assert blocks.scheme_of("model.layers.2.mlp.up_proj") is None
     assert blocks.scheme_of("model.layers.22.mlp.up_proj") is not None
+    without_attention = read(FORMATS["gptq without attention"].config)
+    for name in (Q_PROJ, "model.language_model.layers.3.linear_attn.in_proj_qkv", "lm_head"):
+        assert without_attention.scheme_of(name) is None
+    assert without_attention.scheme_of("model.layers.0.mlp.up_proj") == Int4Scheme(32, False)
     with_head = read(FORMATS["gptq"].config | {"lm_head": True})
     assert with_head.scheme_of("lm_head") == Int4Scheme(32, False)
 

@@ -42,7 +42,8 @@ from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.generic.stream_probe import probe_stream
 from sgl_pipeline.pp_runner.model.generic.tensor_reader import TensorReader
 from sgl_pipeline.pp_runner.model.stage_model import LoadedLayer, PlainSteps, pass_plain_layers
-from sgl_pipeline.pp_runner.weights.checkpoint import PacedWeights, WeightSource
+from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.weights.paced_weights import PacedWeights
 
 # `DecoderLayer` where they are plain, else a module of transformers.
 Layer = Any
