@@ -18,7 +18,10 @@ IDEAL = Cluster(
 SLOW_HOST = HostCosts(schedule_step_s=2e-3, result_step_s=2e-3)
 
 
-def requests(count: int, every_s: float = 0.0, prompt: int = 1, answer: int = 60) -> list[SimulatedRequest]:
+def requests(
+    count: int, every_s: float = 0.0, prompt: int = 1, answer: int = 60
+) -> list[SimulatedRequest]:
+    """Requests that share nothing; with 0 seconds between them all come at once."""
     ids = TokenIds()
     return [
         SimulatedRequest(
@@ -45,7 +48,7 @@ def idle_share(run: Run, first: int, end: int) -> float:
 @pytest.mark.parametrize("link", ["ideal", "net10"])
 def test_causes_and_moments_add_up_to_the_idle_time(policy: str, link: str) -> None:
     cluster = replace(IDEAL, link=link, host=SLOW_HOST)
-    workload = requests(12, every_s=0.05, prompt=700) + requests(12, prompt=40, answer=30)
+    workload = requests(30, every_s=0.03, prompt=700, answer=30)
     run = served(cluster, workload, policy)
     parts = idle_parts(run, *busy_window(run))
     assert parts["idle"] == pytest.approx(sum(parts[name] for name in CAUSES))
