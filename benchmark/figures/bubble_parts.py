@@ -1,28 +1,43 @@
 """Every idle second of the stages at PP 4 and 8, by what would take it away and by what the next
-step was doing: at the rate that the token throttle carries, and with all requests at once."""
+step was doing: at the rate that the token throttle carries, and where clients never pause."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from random import Random
+from statistics import fmean
 
 from matplotlib.figure import Figure as Canvas
 
-from benchmark.figures.bubble_rest import DEPTHS, MACHINES, POLICY, TRACES
-from benchmark.figures.figure import Figure, Options, Row, distinct, numbers, select
+from benchmark.figures.bubble_rest import DEPTHS, MACHINES, OUR_HOST, POLICY, TRACES
+from benchmark.figures.figure import Figure, Options, Row, closed_loop, distinct, select
 from benchmark.figures.idle_parts import CAUSES, MOMENTS, LeftOver, Run, idle_parts
 from benchmark.figures.plans import plan_text
 from benchmark.figures.time_throttle import SCHEDULING, WINDOW
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.experiment import Cluster
+from sgl_pipeline.simulator.experiment import MEASURED_HOST, Cluster
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.traces import load_trace
 from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals
 from sgl_pipeline.throttle import make_policy
 
-LOADS = ("at the rate", "at once")
-AT_ONCE = float("inf")
+AT_THE_RATE = "at the rate"
+# Loads of a pipeline that is never short of requests: its host, and #T.
+SATURATED = {
+    "saturated": (OUR_HOST, POLICY.prefill_spread_steps),
+    "saturated, #T doubled": (OUR_HOST, 2 * POLICY.prefill_spread_steps),
+    "saturated, Vidur's host": (MEASURED_HOST, POLICY.prefill_spread_steps),
+}
+# Each client has its next request once it has its answer; the steps of a run, and the share of them
+# until it runs evenly.
+CLIENTS_PER_STAGE = 32
+MOST_STEPS = 1600
+FIRST_SHARE = 0.3
+# More than they can ask for in so many steps.
+MANY_REQUESTS = 4000
 
 
 class WatchedScheduler(StepScheduler):
@@ -46,8 +61,9 @@ def watched(
     throttle: ThrottleArgs,
     workload: Sequence[SimulatedRequest],
     scheduling: SchedulingArgs = SCHEDULING,
+    most_steps: int | None = None,
 ) -> tuple[Simulation, Run]:
-    """Serves the workload, and keeps what `idle_parts` asks for."""
+    """Serves the workload, or `most_steps` steps of it, and keeps what `idle_parts` asks for."""
     pool_tokens = cluster.kv_pool_tokens()
     scheduler = WatchedScheduler(
         scheduling,
@@ -58,7 +74,7 @@ def watched(
     )
     scheduler.left_over = []
     pipeline = cluster.pipeline(scheduler, scheduling.page_size, is_timed=True)
-    simulation = pipeline.run(workload)
+    simulation = pipeline.run(workload, most_steps=most_steps)
     run = Run(
         steps=simulation.steps,
         left_over=scheduler.left_over,
@@ -69,17 +85,13 @@ def watched(
     return simulation, run
 
 
-def busy_window(run: Run) -> tuple[int, int]:
-    """The steps [first, end) within `WINDOW` of the time to the last arrival, or where all come at
-    once to the last step that leaves prompts over."""
-    last_s = run.arrivals_s[-1]
-    if not last_s:
-        waiting = [n for n, left in enumerate(run.left_over) if left.waiting_tokens > 0]
-        last_s = run.steps[waiting[-1]].ends_s[-1]
+def arrival_steps(run: Run) -> tuple[int, int]:
+    """The steps [first, end) within `WINDOW` of the time to the last arrival."""
+    first_s, end_s = (share * run.arrivals_s[-1] for share in WINDOW)
     inside = [
         number
         for number, step in enumerate(run.steps)
-        if step.starts_s[0] >= WINDOW[0] * last_s and step.ends_s[-1] <= WINDOW[1] * last_s
+        if step.starts_s[0] >= first_s and step.ends_s[-1] <= end_s
     ]
     return inside[0], inside[-1] + 1
 
@@ -88,31 +100,66 @@ def compute(options: Options) -> list[Row]:
     rows = []
     for model, device in MACHINES:
         for depth in DEPTHS:
-            cluster = Cluster(model=model, device=device, num_stages=depth, split="auto")
+            cluster = Cluster(
+                model=model, device=device, num_stages=depth, split="auto", host=OUR_HOST
+            )
             for trace in (options.trace,) if options.trace is not None else TRACES:
                 setting = {"model": model, "depth": depth, "trace": trace}
                 setting |= {"plan": plan_text(cluster.layers)}
-                rows += [setting | row for row in _cell(cluster, trace, options)]
+                row = _at_the_rate(cluster, trace, options)
+                rows.append(setting | {"load": AT_THE_RATE} | row)
+                for load, (host, spread_steps) in SATURATED.items():
+                    throttle = replace(POLICY, prefill_spread_steps=spread_steps)
+                    row = _saturated(replace(cluster, host=host), throttle, trace)
+                    rows.append(setting | {"load": load} | row)
     return rows
 
 
-def _cell(cluster: Cluster, trace: str, options: Options) -> list[Row]:
+def _at_the_rate(cluster: Cluster, trace: str, options: Options) -> Row:
+    """A run at the rate that the token throttle carries when all requests come at once."""
     requests = load_trace(trace, options.num_requests)
 
     def workload(rate_per_s: float) -> list[SimulatedRequest]:
         return poisson_arrivals(requests, rate_per_s, Random(options.seed))
 
-    carried, _ = watched(cluster, ThrottleArgs(policy="throttle"), workload(AT_ONCE))
-    capacity_per_s = summarize(carried).requests_per_s
-    rows: list[Row] = []
-    for load, rate_per_s in zip(LOADS, (capacity_per_s, AT_ONCE), strict=True):
-        simulation, run = watched(cluster, POLICY, workload(rate_per_s))
-        first, end = busy_window(run)
-        steps = run.steps[first:end]
-        decodes = sum(step.shape.num_decodes for step in steps) / len(steps)
-        row = {"load": load, "window_steps": len(steps), "decodes_a_step": decodes}
-        rows.append(row | numbers(simulation) | idle_parts(run, first, end))
-    return rows
+    carried, _ = watched(cluster, ThrottleArgs(policy="throttle"), workload(float("inf")))
+    simulation, run = watched(cluster, POLICY, workload(summarize(carried).requests_per_s))
+    return window_row(simulation, run, *arrival_steps(run))
+
+
+def _saturated(cluster: Cluster, throttle: ThrottleArgs, trace: str) -> Row:
+    """The even steps of a run whose clients never pause."""
+    requests = poisson_arrivals(load_trace(trace, MANY_REQUESTS), float("inf"), Random(0))
+    clients = closed_loop(requests, CLIENTS_PER_STAGE * cluster.num_stages)
+    simulation, run = watched(cluster, throttle, clients, most_steps=MOST_STEPS)
+    return window_row(simulation, run, int(FIRST_SHARE * len(run.steps)), len(run.steps))
+
+
+def window_row(simulation: Simulation, run: Run, first: int, end: int) -> Row:
+    """Speed and latencies in the time of the steps [first, end), and its idle parts. `tpot_ms` is
+    the mean time between two tokens of a request."""
+    steps = run.steps[first:end]
+    start_s, end_s = steps[0].starts_s[0], steps[-1].ends_s[-1]
+    served = [one for one in simulation.requests if one.token_times_s]
+    firsts_s = [
+        one.token_times_s[0] - one.arrival_s
+        for one in served
+        if start_s <= one.token_times_s[0] <= end_s
+    ]
+    gaps_s = [
+        after_s - before_s
+        for one in served
+        for before_s, after_s in pairwise(one.token_times_s)
+        if start_s <= before_s and after_s <= end_s
+    ]
+    return {
+        "window_steps": len(steps),
+        "decodes_a_step": sum(step.shape.num_decodes for step in steps) / len(steps),
+        "tokens_per_s": sum(step.shape.num_tokens for step in steps) / (end_s - start_s),
+        "ttft_ms": 1e3 * fmean(firsts_s),
+        "tpot_ms": 1e3 * fmean(gaps_s),
+        **idle_parts(run, first, end),
+    }
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
@@ -141,25 +188,37 @@ def conclude(rows: Sequence[Row]) -> list[str]:
     lines = []
     for depth, load in distinct(rows, "depth", "load"):
         chosen = select(rows, depth=depth, load=load)
-        for title, names in (("causes", CAUSES), ("the next step", MOMENTS)):
+        beside = select(rows, depth=depth, load="saturated")
+        ratios = "" if load in (AT_THE_RATE, "saturated") else f" ({_ratios(chosen, beside)})"
+        idle = f"idle {100 * _mean(chosen, 'idle'):.1f} % of the stages' time"
+        for title, names in (("cause", CAUSES), ("what was waited for", MOMENTS)):
             parts = ", ".join(f"{name} {100 * _mean(chosen, name):.1f}" for name in names)
-            lines.append(
-                f"PP {depth}, {load}: idle {100 * _mean(chosen, 'idle'):.1f} % of the stages' time; "
-                f"points by {title}: {parts}"
-            )
+            lines.append(f"PP {depth}, {load}{ratios}: {idle}; points by {title}: {parts}")
     return lines
+
+
+def _ratios(rows: Sequence[Row], beside: Sequence[Row]) -> str:
+    """Speed and latencies over those of other rows of the same cells, means of the cells."""
+    texts = []
+    for column, label in (("tokens_per_s", "throughput"), ("ttft_ms", "TTFT"), ("tpot_ms", "TPOT")):
+        ratio = fmean(own[column] / other[column] for own, other in zip(rows, beside, strict=True))
+        texts.append(f"{label} x {ratio:.3f}")
+    return ", ".join(texts)
 
 
 FIGURE = Figure(
     name="bubble_parts",
     title="Idle time of the stages, second by second",
     claim="None.",
-    assumptions="Throttled by time, split by time; means over machines and traces. "
-    f"{WINDOW[0]:.0%} to {WINDOW[1]:.0%} of the time to the last arrival (at once: until no prompt "
-    "is left over). Causes add up to the whole, and each is what it adds to those before it when "
-    "the same steps run back to back; lack of work is what the run itself adds. Moments add up to "
-    "what is idle beyond whole layers and the ends of the window: the pipeline was full or had "
-    "room, and work waited or did not, or the next step was on its way.",
+    assumptions="Throttled by time, split by time; means over machines and traces; host times as "
+    "bench_decisions measured ours, or Vidur's. "
+    f"At the rate that the token throttle carries: {WINDOW[0]:.0%} to {WINDOW[1]:.0%} of the time "
+    f"to the last arrival. Saturated: {CLIENTS_PER_STAGE} clients a stage that never pause, steps "
+    f"{FIRST_SHARE * MOST_STEPS:.0f} to {MOST_STEPS}. Causes add up to the whole, each by what it "
+    "adds to those before it when the same steps run back to back; lack of work is what the run "
+    "itself adds. Moments add up to what is idle beyond the first two causes, by "
+    "what the slowest stage waited for: the pipeline was full or had room, and work waited or did "
+    "not, or its next step was on the way.",
     compute=compute,
     draw=draw,
     conclude=conclude,

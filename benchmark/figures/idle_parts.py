@@ -114,9 +114,7 @@ def _back_to_back(run: Run, steps: Sequence[SimulatedStep], stage: int) -> dict[
     return {
         "prefill differs": _idle_s(run.limit, bare, shapes, even_decodes_s, stage),
         "decodes differ": _idle_s(run.limit, bare, shapes, wholes_s, stage),
-        "links": _idle_s(
-            run.limit, replace(costs, host=HostCosts()), shapes, wholes_s, stage
-        ),
+        "links": _idle_s(run.limit, replace(costs, host=HostCosts()), shapes, wholes_s, stage),
         "host": _idle_s(run.limit, costs, shapes, wholes_s, stage),
     }
 

@@ -44,6 +44,8 @@ class FairOrder:
         self._flows: dict[tuple[str, int], _Flow] = {}
         self._flows_of: dict[Tenant, list[_Flow]] = {}
         self._least: LeastFirst[_Flow] = LeastFirst(lambda flow: flow.key)
+        # Hears of tenants of which requests that wait or run may have a lower rank than before.
+        self.on_fell: Callable[[str], None] = lambda tenant: None
         tenants.on_fell = self._fell
 
     def add(self, request: Request) -> None:
@@ -130,5 +132,6 @@ class FairOrder:
         return ranked
 
     def _fell(self, tenant: Tenant) -> None:
+        self.on_fell(tenant.name)
         for flow in self._flows_of.get(tenant, ()):
             self._least.fell(flow)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-Key = tuple[float | str, ...]
+Key = tuple[float | str | tuple[int, ...], ...]
 
 
 class LeastFirst(Generic[T]):

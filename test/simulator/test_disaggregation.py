@@ -188,7 +188,7 @@ def test_step_times_are_those_of_the_slowest_stage(layers: tuple[int, ...]) -> N
 def test_step_times_are_learned_where_they_are_not_known() -> None:
     learning = replace(CARD, forecast="online")
     setup = replace(APART, prefill=learning, decode=learning, prefill_policy=None)
-    result = simulate_disaggregated(setup, ThrottleArgs(), SchedulingArgs(), load(60))
+    result = simulate_disaggregated(setup, ThrottleArgs(), SchedulingArgs(), load(200))
     for pipeline in result.pipelines:
         known = [step.record.budget_ms is not None for step in pipeline.steps]
         assert not known[0] and known[-1]
