@@ -9,6 +9,7 @@ import pytest
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.goodput import LatencyTarget
+from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS
 from sgl_pipeline.simulator.disaggregation import (
     Disaggregation,
     FleetRun,
@@ -187,8 +188,11 @@ def test_step_times_are_those_of_the_slowest_stage(layers: tuple[int, ...]) -> N
 
 def test_step_times_are_learned_where_they_are_not_known() -> None:
     learning = replace(CARD, forecast="online")
-    setup = replace(APART, prefill=learning, decode=learning, prefill_policy=None)
-    result = simulate_disaggregated(setup, ThrottleArgs(), SchedulingArgs(), load(200))
-    for pipeline in result.pipelines:
-        known = [step.record.budget_ms is not None for step in pipeline.steps]
-        assert not known[0] and known[-1]
+    setup = replace(APART, decode=learning, prefill_policy=None)
+    result = simulate_disaggregated(setup, ThrottleArgs(), SchedulingArgs(), load(60))
+    prefill, decode = (
+        [step.record.budget_ms is not None for step in pipeline.steps]
+        for pipeline in result.pipelines
+    )
+    assert all(prefill)
+    assert len(decode) > FIRST_FIT_STEPS and not any(decode[:FIRST_FIT_STEPS]) and decode[-1]
