@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.figure import Figure, Options, Row, distinct, numbers, run, select
 from benchmark.figures.plans import plan_text
-from benchmark.figures.replayed_steps import floor, idle_share, parts_of, two_ranges
+from benchmark.figures.replayed_steps import best_split, floor, idle_share, parts_of, two_ranges
 from benchmark.figures.time_throttle import SCHEDULING, arrival_window, bubbles
 from sgl_pipeline.args import ThrottleArgs
 from sgl_pipeline.simulator.experiment import Cluster
@@ -81,6 +81,7 @@ def _replays(cluster: Cluster, window: Sequence[SimulatedStep]) -> Iterator[Row]
     for link in LINKS:
         costs = replace(cluster, link=link).costs()
         steps = parts_of(shapes, costs)
+        whole, halves = (best_split(steps, sum(cluster.layers), depth, cuts) for cuts in (1, 2))
         for in_flight in (depth, depth + 2, 2 * depth):
             yield {
                 "change": "replay",
@@ -88,8 +89,9 @@ def _replays(cluster: Cluster, window: Sequence[SimulatedStep]) -> Iterator[Row]
                 "in_flight": in_flight - depth,
                 "one_range": idle_share(steps, cluster.layers, depth, in_flight),
                 "two_ranges": idle_share(steps, two_ranges(cluster.layers), depth, in_flight),
-                "floor_of_layers": floor(steps, sum(cluster.layers), depth, 1),
-                "floor_of_halves": floor(steps, sum(cluster.layers), depth, 2),
+                "half_layers": idle_share(steps, halves, depth, in_flight),
+                "floor_of_layers": floor(steps, whole),
+                "floor_of_halves": floor(steps, halves),
             }
 
 
@@ -101,7 +103,7 @@ def draw(rows: Sequence[Row], canvas: Canvas) -> None:
         chosen = select(rows, depth=depth)
         names = list(CHANGES)
         heights = [_mean(select(chosen, change=name), "bubbles") for name in names]
-        for ranges in ("one_range", "two_ranges"):
+        for ranges in ("one_range", "two_ranges", "half_layers"):
             for link in LINKS:
                 names.append(f"replay, {ranges.replace('_', ' ')}, {link}")
                 replays = select(chosen, change="replay", link=link, in_flight=0)
@@ -148,9 +150,15 @@ def _replay_lines(rows: Sequence[Row], depth: int) -> list[str]:
     ]
     for link, in_flight in distinct(rows, "link", "in_flight"):
         at = select(rows, link=link, in_flight=in_flight)
+        one = _mean(at, "one_range")
+        others = []
+        for name, column in (("two", "two_ranges"), ("half layers", "half_layers")):
+            idle = _mean(at, column)
+            # The same work: what the workers idle less they do sooner.
+            others.append(f"{name} {idle:.1%} (throughput x {(1.0 - idle) / (1.0 - one):.3f})")
         lines.append(
             f"PP {depth}, back to back, {link}, {in_flight} more in flight: one range a worker "
-            f"{_mean(at, 'one_range'):.1%}, two {_mean(at, 'two_ranges'):.1%}"
+            f"{one:.1%}, {', '.join(others)}"
         )
     return lines
 

@@ -47,7 +47,7 @@ def two_ranges(layer_counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def idle_share(
-    steps: Sequence[StepParts], layer_counts: Sequence[int], num_workers: int, window: int
+    steps: Sequence[StepParts], layer_counts: Sequence[float], num_workers: int, window: int
 ) -> float:
     """The share of the workers' time in which they wait.
 
@@ -89,22 +89,28 @@ def idle_share(
     return 1.0 - busy_s / (num_workers * now_s)
 
 
-def floor(steps: Sequence[StepParts], num_layers: int, num_workers: int, cuts: int) -> float:
-    """The idle share of the best split of these steps, if none of them differed: 1 - mean worker /
-    slowest worker.
+def best_split(
+    steps: Sequence[StepParts], num_layers: int, num_workers: int, cuts: int
+) -> tuple[float, ...]:
+    """Layers of each worker in the split whose slowest worker has least to do in these steps.
 
     Args:
         cuts: places in a layer where a worker's layers may end: 1, or 2 with one in its middle.
     """
-    units = num_layers * cuts
     layer_ms = 1e3 * sum(step.layer_s for step in steps) / cuts
     ends_ms = [1e3 * sum(getattr(step, name) for step in steps) for name in _ENDS]
-    costs = StageCosts((layer_ms,) * units, *ends_ms)
-    counts = balanced_layer_counts([costs] * num_workers)
-    workers_ms = [count * layer_ms for count in counts]
-    workers_ms[0] += ends_ms[0]
-    workers_ms[-1] += ends_ms[1]
-    return 1.0 - sum(workers_ms) / (num_workers * max(workers_ms))
+    costs = StageCosts((layer_ms,) * (num_layers * cuts), *ends_ms)
+    return tuple(count / cuts for count in balanced_layer_counts([costs] * num_workers))
+
+
+def floor(steps: Sequence[StepParts], layer_counts: Sequence[float]) -> float:
+    """The idle share of a split if none of these steps differed: 1 - mean worker / slowest
+    worker."""
+    layer_s = sum(step.layer_s for step in steps)
+    workers_s = [count * layer_s for count in layer_counts]
+    workers_s[0] += sum(step.embedding_s for step in steps)
+    workers_s[-1] += sum(step.tail_s for step in steps)
+    return 1.0 - sum(workers_s) / (len(workers_s) * max(workers_s))
 
 
 _ENDS = ("embedding_s", "tail_s")

@@ -39,6 +39,8 @@ SCENARIOS = (
     Scenario(name="three priorities", num_priorities=3),
     Scenario(name="fair shares, two tenants", num_tenants=2),
     Scenario(name="fair shares, 1,000 tenants", num_tenants=1000),
+    # Three slots for each running request, as a server has without a flag.
+    Scenario(name="layers with states", num_state_slots=3 * 512),
     *(
         Scenario(
             name=f"throttle-time, {waiting:,} waiting", waiting=waiting, policy="throttle-time"

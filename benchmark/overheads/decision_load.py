@@ -36,7 +36,8 @@ class Scenario:
 
     Half of the prompts begin with one of `num_prefixes` prefixes of `shared_tokens` tokens. The
     pool holds `pool_share` of what `running` requests need at their longest. Several tenants share
-    it fairly, by predicted times.
+    it fairly, by predicted times. With state slots the model has states: a prefix is a hit where a
+    snapshot of them is.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Scenario:
     pool_share: float = 1.5
     num_priorities: int = 1
     num_tenants: int = 1
+    num_state_slots: int = 0
     policy: str = "throttle"
     schedule_policy: str = "fcfs"
     page_size: int = 16
@@ -127,6 +129,7 @@ class DecisionLoad:
                 max_running_requests=scenario.running,
                 preemption_threshold=0 if scenario.num_priorities > 1 else None,
                 fair_shares_by="user" if scenario.num_tenants > 1 else None,
+                num_state_slots=scenario.num_state_slots,
             ),
             make_policy(ThrottleArgs(policy=scenario.policy)),
             num_pages=num_pages,

@@ -69,10 +69,11 @@ class Admission:
     def _prefill_fairly(self, shares: FairShares, room: PrefillRoom, chunks: list[Chunk]) -> None:
         """Fills the rest of the step, chunk by chunk, from the tenant that is behind most: from a
         prefill that runs, else from a new request. If that one does not fit, none is admitted."""
-        prefilling = list(self._running.prefilling)
+        turns = shares.turns
+        turns.begin_step()
         may_admit = True
         while room.is_open:
-            running = shares.first_running(prefilling)
+            running = turns.first()
             head = self._waiting.head() if may_admit else None
             if head is not None and shares.goes_first(head, running):
                 newcomer = self._admit_next()
@@ -81,7 +82,7 @@ class Admission:
                     continue
                 request = newcomer
             elif running is not None:
-                prefilling.remove(running)
+                turns.went_on(running)
                 request = running
             else:
                 return

@@ -1,9 +1,10 @@
 """Explains one request's state: the rule that holds it, its numbers, and the request before it.
 
 An explanation is rare and about one request, so it may look at the whole queue, which a decision
-never does. It follows the rules of `Admission.fill` in their order, and changes nothing.
+never does. It changes nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,22 +17,8 @@ from sgl_pipeline.scheduling.outlook import Outlook, look_ahead
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.scheduling.waiting_reasons import BEHIND_FIRST, Reason, Rule, WaitingReasons
 from sgl_pipeline.throttle import Policy
-
-Rule = Literal[
-    "in-flight",
-    "pause",
-    "loading",
-    "shared-prefix",
-    "order",
-    "share",
-    "running-limit",
-    "state-slots",
-    "pages",
-    "held-pages",
-    "budget",
-    "turn",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,35 +60,53 @@ class RequestExplainer:
         tier: KvTier,
         shares: FairShares | None = None,
     ) -> None:
-        self._shares = shares
-        self._tier = tier
         self._args = args
         self._waiting = waiting
         self._running = running
         self._pages = pages
+        self._goes_on_first = "older requests" if shares is None else BEHIND_FIRST
+        self._reasons = WaitingReasons(args, waiting, running, pages, tier, shares)
 
-    def explain(self, request: Request, budget: TokenBudget, *, is_paused: bool) -> Explanation:
-        """Explains why `request`, which waits or runs, waits under a step's `budget`."""
-        if request.steps_in_flight:
-            text = f"{request.steps_in_flight} steps of it are in the pipeline"
-            return _explanation(request, "in-flight", text)
-        if is_paused:
-            return _explanation(request, "pause", "the scheduler is paused: no step starts")
-        if request.state is RequestState.WAITING:
-            return self._waiting_for(request, budget)
-        if request.is_prefilling:
-            text = (
-                f"{request.remaining_prefill} prompt tokens are left, a step may prefill "
-                f"{budget.prefill_text}, {self._prefill_order} first"
-            )
-            return _explanation(request, "budget", text)
-        is_most = budget.decodes == self._args.max_decodes_per_step
-        text = (
-            f"{len(self._running.ready)} requests are ready to decode, a step takes "
-            f"{budget.decodes}{' (--pp-max-micro-batch-size)' if is_most else ''}, the longest "
-            "ready first"
+    def explain(
+        self,
+        request: Request,
+        budget: TokenBudget,
+        *,
+        is_paused: bool,
+        ahead: Sequence[Request] | None = None,
+    ) -> Explanation:
+        """Explains why `request`, which waits or runs, waits under a step's `budget`.
+
+        Args:
+            ahead: as `WaitingReasons.reason` takes them.
+        """
+        reason = self._reason(request, budget, is_paused, ahead)
+        text = reason.text
+        if request.lease is not None:
+            text += f"; its attention is computed by {request.lease.source}, which has its pages"
+        return Explanation(
+            request_id=request.request_id,
+            state=_state(request),
+            rule=reason.rule,
+            text=text,
+            behind=reason.behind,
+            num_ahead=reason.num_ahead,
+            num_retractions=request.num_retractions,
         )
-        return _explanation(request, "turn", text)
+
+    def explain_first(
+        self, num_requests: int, budget: TokenBudget, *, is_paused: bool
+    ) -> list[tuple[Request, Explanation]]:
+        """The waiting requests that are served first, in order, each as `explain` does it. It looks
+        at all that wait once, and not again for each."""
+        explained: list[tuple[Request, Explanation]] = []
+        ahead: list[Request] = []
+        for request in self._waiting.first(num_requests):
+            explanation = self.explain(request, budget, is_paused=is_paused, ahead=ahead)
+            explained.append((request, explanation))
+            if not self._reasons.is_passed_over(request):
+                ahead.append(request)
+        return explained
 
     def outlook(self, request: Request, load: PipelineLoad, policy: Policy) -> Outlook:
         """The requests served before `request`, when `policy` sees `load`."""
@@ -115,145 +120,35 @@ class RequestExplainer:
             self._args.most_running_requests,
         )
 
-    def _waiting_for(self, request: Request, budget: TokenBudget) -> Explanation:
-        if (progress := self._tier.arrivals.progress(request)) is not None:
-            return _explanation(request, "loading", progress)
-        if self._waiting.is_held(request):
-            text = "the store is asked how much of its prefix it has"
-            return _explanation(request, "loading", text)
-        if (load := self._tier.load_of(request)) is not None:
-            left_s = self._tier.loads.load_s(0)
+    def _reason(
+        self,
+        request: Request,
+        budget: TokenBudget,
+        is_paused: bool,
+        ahead: Sequence[Request] | None,
+    ) -> Reason:
+        if request.steps_in_flight:
+            return Reason("in-flight", f"{request.steps_in_flight} steps of it are in the pipeline")
+        if is_paused:
+            return Reason("pause", "the scheduler is paused: no step starts")
+        if request.state is RequestState.WAITING:
+            return self._reasons.reason(request, budget, ahead)
+        if request.is_prefilling:
             text = (
-                f"{load.num_tokens} tokens of its prefix are loaded from the store; all loads "
-                f"under way are predicted to take {left_s:.2f} s"
+                f"{request.remaining_prefill} prompt tokens are left, a step may prefill "
+                f"{budget.prefill_text}, {self._goes_on_first} first"
             )
-            return _explanation(request, "loading", text)
-        awaited = self._waiting.awaited_node(request)
-        if awaited is not None:
-            claimant = self._pages.prefilling(awaited)
-            behind = None if claimant is None else claimant.request_id
-            text = f"request {behind} is computing {awaited.end} tokens that this one needs too"
-            return _explanation(request, "shared-prefix", text, behind)
-        ahead = [
-            other for other in self._waiting.ahead_of(request) if not self._is_passed_over(other)
-        ]
-        if ahead:
-            return self._behind(request, ahead)
-        return self._first_in_queue(request, budget)
-
-    @property
-    def _prefill_order(self) -> str:
-        """The prompts that go on before others, in words."""
-        return "older requests" if self._shares is None else "tenants that are behind their share"
-
-    def _behind(self, request: Request, ahead: list[Request]) -> Explanation:
-        """`request` waits for those before it in the queue, of which there is at least one."""
-        come = "request comes" if len(ahead) == 1 else "requests come"
-        text = f"{len(ahead)} waiting {come} first"
-        rule: Rule = "order"
-        if self._shares is not None:
-            first = next((one for one in ahead if self._has_had_less(one, request)), None)
-            if first is not None:
-                rule = "share"
-                text += f"; {self._shares.ahead_text(request.tenant, first.tenant)}"
-        last = ahead[-1]
-        if why := self._waiting.why_before(last, request):
-            text += f"; request {last.request_id} {why}"
-        return _explanation(request, rule, text, last.request_id, len(ahead))
-
-    def _has_had_less(self, other: Request, request: Request) -> bool:
-        """True if the tenant of `other` comes before that of `request`, at equal priority."""
-        assert self._shares is not None
-        return (
-            other.priority == request.priority
-            and other.tenant != request.tenant
-            and self._shares.lead(request.tenant, other.tenant) > 0
-        )
-
-    def _is_passed_over(self, request: Request) -> bool:
-        """True if it waits for its prefix: it keeps its place in the order and holds no other
-        back."""
-        return self._waiting.is_held(request) or self._waiting.awaited_node(request) is not None
-
-    def _first_in_queue(self, request: Request, budget: TokenBudget) -> Explanation:
-        num_running, num_growing = len(self._running), self._running.num_growing
-        path = self._waiting.path_of(request)
-        if budget.prefill_tokens > 0 and num_running >= self._args.max_running_requests:
-            text = f"{num_running} requests run, the limit is --max-running-requests"
-            text += self._behind_share(request)
-            return _explanation(request, "running-limit", text)
-        slots = self._pages.state_slots
-        if budget.prefill_tokens > 0 and slots.are_taken:
-            text = (
-                f"all {slots.num_slots} state slots (--max-mamba-cache-size) are taken, and each "
-                "running request of this model needs one"
-            )
-            text += self._behind_share(request)
-            return _explanation(request, "state-slots", text)
-        held = self._tier.held
-        if budget.prefill_tokens > 0 and held.is_full:
-            text = (
-                f"{held.num_pages} pages are held for transfer to other servers, no request is "
-                f"admitted while more than {held.most_pages} are"
-            )
-            return _explanation(request, "held-pages", text)
-        if budget.prefill_tokens > 0 and not self._pages.fits(request, path, num_growing):
-            text = (
-                f"its prefill needs {self._pages.missing_pages(request, path)} pages; "
-                f"{self._pages.num_available} are free or evictable, of which a page is kept for "
-                f"each of {num_growing} running requests"
-            )
-            if held.num_pages:
-                text += f"; {held.num_pages} are held for transfer to other servers"
-            text += self._behind_share(request)
-            return _explanation(request, "pages", text)
+            return Reason("budget", text)
+        is_most = budget.decodes == self._args.max_decodes_per_step
         text = (
-            f"it is first in the queue; a step may prefill {budget.prefill_text}, "
-            f"{'running prefills' if self._shares is None else self._prefill_order} first"
+            f"{len(self._running.ready)} requests are ready to decode, a step takes "
+            f"{budget.decodes}{' (--pp-max-micro-batch-size)' if is_most else ''}, the longest "
+            "ready first"
         )
-        return _explanation(request, "budget", text)
-
-    def _behind_share(self, request: Request) -> str:
-        """Says that the tenant of `request` is behind its share, if it is."""
-        text = None if self._shares is None else self._shares.behind_text(request.tenant)
-        return "" if text is None else f"; {text}"
-
-    def explain_first(
-        self, num_requests: int, budget: TokenBudget, *, is_paused: bool
-    ) -> list[tuple[Request, Explanation]]:
-        """The waiting requests that are served first, in order, each as `explain` does it. It looks
-        at all that wait once, and not again for each."""
-        explained: list[tuple[Request, Explanation]] = []
-        before: list[Request] = []
-        for request in self._waiting.first(num_requests):
-            if self._is_passed_over(request):
-                explanation = self.explain(request, budget, is_paused=is_paused)
-            else:
-                if before and not is_paused and not request.steps_in_flight:
-                    explanation = self._behind(request, before)
-                else:
-                    explanation = self.explain(request, budget, is_paused=is_paused)
-                before.append(request)
-            explained.append((request, explanation))
-        return explained
+        return Reason("turn", text)
 
 
-def _explanation(
-    request: Request, rule: Rule, text: str, behind: str | None = None, num_ahead: int = 0
-) -> Explanation:
-    state: Literal["waiting", "prefilling", "decoding"] = "decoding"
+def _state(request: Request) -> Literal["waiting", "prefilling", "decoding"]:
     if request.state is RequestState.WAITING:
-        state = "waiting"
-    elif request.num_computed < request.prefill_end:
-        state = "prefilling"
-    if request.lease is not None:
-        text += f"; its attention is computed by {request.lease.source}, which has its pages"
-    return Explanation(
-        request_id=request.request_id,
-        state=state,
-        rule=rule,
-        text=text,
-        behind=behind,
-        num_ahead=num_ahead,
-        num_retractions=request.num_retractions,
-    )
+        return "waiting"
+    return "prefilling" if request.num_computed < request.prefill_end else "decoding"

@@ -44,7 +44,9 @@ class FairOrder:
         self._flows: dict[tuple[str, int], _Flow] = {}
         self._flows_of: dict[Tenant, list[_Flow]] = {}
         self._least: LeastFirst[_Flow] = LeastFirst(lambda flow: flow.key)
-        tenants.on_moved = self._moved
+        # Hears of tenants of which requests that wait or run may have a lower rank than before.
+        self.on_fell: Callable[[str], None] = lambda tenant: None
+        tenants.on_fell = self._fell
 
     def add(self, request: Request) -> None:
         """`request` may be served from now on."""
@@ -129,6 +131,7 @@ class FairOrder:
                 heapq.heappush(heap, (lowest, *rank, own))
         return ranked
 
-    def _moved(self, tenant: Tenant) -> None:
+    def _fell(self, tenant: Tenant) -> None:
+        self.on_fell(tenant.name)
         for flow in self._flows_of.get(tenant, ()):
-            self._least.moved(flow)
+            self._least.fell(flow)

@@ -7,13 +7,14 @@ waits. Decodes take turns, whoever's they are: their number is a matter of admis
 counted as service.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.fair_order import FairOrder
 from sgl_pipeline.scheduling.fair_victims import FairVictims
+from sgl_pipeline.scheduling.prefill_turns import PrefillTurns
 from sgl_pipeline.scheduling.queue_order import FixedOrder, QueueOrder
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
@@ -32,6 +33,7 @@ class FairShares:
         own_order: makes the order of the requests of one tenant.
     """
 
+    turns: PrefillTurns
     victims: FairVictims
 
     def __init__(
@@ -54,14 +56,12 @@ class FairShares:
     ) -> FairVictims:
         """The tenants of `waiting` and `running` share places and `pages` from now on."""
         self._running = running
+        self.turns = PrefillTurns(running, self.order.rank)
+        self.order.on_fell = self.turns.fell
         self.victims = FairVictims(
             self.tenants, waiting, running, pages, self._max_running_requests
         )
         return self.victims
-
-    def first_running(self, prefilling: Iterable[Request]) -> Request | None:
-        """The prefill that goes on first."""
-        return min(prefilling, key=self.order.rank, default=None)
 
     def goes_first(self, head: Request, running: Request | None) -> bool:
         """True if `head`, the first that waits, comes before `running`, the first that runs. Of one
@@ -85,7 +85,10 @@ class FairShares:
     def charge(self, step: Microbatch, times: StepTimes | None) -> None:
         """`step` has been decided: counts its service and its length."""
         self._short_steps.note(step.work, times)
+        unit = self.tenants.unit
         self.tenants.charge(step.chunks, step.work, times)
+        if self.tenants.unit != unit:
+            self.turns.begin_anew()
 
     def lead(self, name: str, other: str) -> float:
         """The service by weight that tenant `name` has had more than `other`."""

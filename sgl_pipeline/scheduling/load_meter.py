@@ -39,12 +39,12 @@ class LoadMeter:
         """The load now, its tokens and pages counted by `accounting`; `now_s` is the clock of
         `Request.arrival_s`, in seconds."""
         running, pages = self._running, self._pages
-        unscheduled = sum(request.remaining_prefill for request in running.prefilling)
-        unscheduled_attended = sum(
-            attended_tokens(request.num_scheduled, request.prefill_end)
-            for request in running.prefilling
-            if request.lease is None
-        )
+        unscheduled = unscheduled_attended = 0
+        for request in running.prefilling:
+            start, end = request.num_scheduled, request.prefill_end
+            unscheduled += end - start
+            if request.lease is None:
+                unscheduled_attended += attended_tokens(start, end)
         return PipelineLoad(
             step_id=self._in_flight.next_id,
             pipeline_depth=self._in_flight.limit,

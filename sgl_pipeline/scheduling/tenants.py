@@ -63,7 +63,7 @@ class Tenant:
 class Tenants:
     """All tenants that are owed anything, or have had more than the others.
 
-    `on_moved` is called with each tenant whose level has changed. Service is in predicted
+    `on_fell` is called with each tenant whose level may have fallen. Service is in predicted
     milliseconds where step times are known, and in weighted tokens until then.
 
     Args:
@@ -77,7 +77,7 @@ class Tenants:
         burst_ms: float = BURST_MS,
         burst_tokens: float = BURST_TOKENS,
     ) -> None:
-        self.on_moved: Callable[[Tenant], None] = lambda tenant: None
+        self.on_fell: Callable[[Tenant], None] = lambda tenant: None
         self.totals = TenantTotals(weights)
         self._weights = dict(weights)
         self._known: dict[str, Tenant] = {}
@@ -144,7 +144,6 @@ class Tenants:
         tenant = self._remember(name)
         tenant.expected += prefill_service(start, end, self._times) / tenant.weight
         self._expected.append(tenant)
-        self._moved(tenant)
 
     def prompt_level(self, tenant: Tenant, num_tokens: int) -> float:
         """The expected rise of the tenant's level by a prompt of `num_tokens` tokens."""
@@ -157,17 +156,15 @@ class Tenants:
         self._num_steps += 1
         for tenant in self._expected:
             tenant.expected = 0.0
-        moved = dict.fromkeys(self._expected)
-        self._expected.clear()
         services = service_of(chunks, work, times)
         for name, service in services.items():
             tenant = self._remember(name)
             tenant.virtual_time += service / tenant.weight
             tenant.last_served = self._num_steps
             self.totals.add(name, service)
-            moved[tenant] = None
-        for tenant in moved:
-            self._moved(tenant)
+        for tenant in self._expected:
+            self._fell(tenant)
+        self._expected.clear()
         if self._backlogged_weight:
             self._system_time += 0.5 * sum(services.values()) / self._backlogged_weight
 
@@ -179,7 +176,7 @@ class Tenants:
             self.totals.begin_anew()
             for tenant in tuple(self._known.values()):
                 tenant.virtual_time = tenant.expected = 0.0
-                self._moved(tenant)
+                self._fell(tenant)
         self._times = times
 
     def _remember(self, name: str) -> Tenant:
@@ -189,10 +186,10 @@ class Tenants:
             self._others.add(tenant)
         return tenant
 
-    def _moved(self, tenant: Tenant) -> None:
-        self._backlogged.moved(tenant)
-        self._others.moved(tenant)
-        self.on_moved(tenant)
+    def _fell(self, tenant: Tenant) -> None:
+        self._backlogged.fell(tenant)
+        self._others.fell(tenant)
+        self.on_fell(tenant)
 
     def _raise_system_time(self) -> None:
         least = self._backlogged.first()

@@ -20,7 +20,6 @@ from sgl_pipeline.simulator.climb import Trial
 from sgl_pipeline.simulator.command_setting import (
     add_setting_flags,
     pipeline_of,
-    policies_of,
     scheduling_of,
     target_of,
     workload_of,
@@ -50,8 +49,8 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigurationError("a recorded pipeline is mixed; use --pd without --calibrate")
         require(
             options.draft_acceptance is None,
-            "drafts are not simulated with prefill and decode apart, whose step times the "
-            "schedulers do not know; use --draft-acceptance without --pd",
+            "drafts are not simulated with prefill and decode apart; use --draft-acceptance "
+            "without --pd",
         )
         require(
             not options.max_mamba_cache_size,
@@ -59,13 +58,13 @@ def _run(options: argparse.Namespace) -> int:
             "without --pd",
         )
         run = FleetCommand(options, pipeline, scheduling_of(options), target)
-        for policy in policies_of(options, apart=True):
+        for policy in options.policy:
             for rate in options.rate:
                 run.row(ThrottleArgs(policy=policy), rate, workload_of(options, rate))
         return 0
     print(_describe(options, pipeline))
     print(_HEADER)
-    for policy in policies_of(options):
+    for policy in options.policy:
         for rate in options.rate:
             simulation = _simulate(options, pipeline, ThrottleArgs(policy=policy), rate)
             summary = summarize(simulation, target)
@@ -90,7 +89,7 @@ def _tune(options: argparse.Namespace) -> int:
         simulation = _simulate(options, pipeline, throttle, rate_per_s)
         return summarize(simulation, target).target_share or 0.0
 
-    for policy in policies_of(options):
+    for policy in options.policy:
         best: Trial[float] | None = None
         for trial in search(ThrottleArgs(policy=policy), attainment, options.needed_share):
             best = trial if best is None or trial.score > best.score else best

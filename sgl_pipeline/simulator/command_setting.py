@@ -38,18 +38,8 @@ from sgl_pipeline.simulator.workload import (
     poisson_arrivals,
     scaled_arrivals,
 )
-from sgl_pipeline.throttle import POLICY_TABLE
 
 DEFAULT_POLICIES = (ThrottleArgs().policy, "throttle", "sarathi")
-
-
-def policies_of(options: argparse.Namespace, *, apart: bool = False) -> tuple[str, ...]:
-    """The policies to compare; `apart`: with prefill and decode on pipelines of their own, where
-    those that budget time are not simulated."""
-    named: tuple[str, ...] | None = options.policy
-    if named is not None:
-        return named
-    return tuple(one for one in DEFAULT_POLICIES if not (apart and POLICY_TABLE[one].budgets_time))
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +78,9 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         type=_policies,
+        default=DEFAULT_POLICIES,
         help=f"one or more, separated by commas (default: {','.join(DEFAULT_POLICIES)}, the first "
-        "of which is the server's; with --pd without those that budget time)",
+        "of which is the server's)",
     )
     parser.add_argument(
         "--trace",

@@ -14,6 +14,7 @@ from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.fleet import MixedFleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
 from sgl_pipeline.simulator.peer_pages import OfferedPages, PeerLink, PeerReads
+from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.remote_attention import LocalAttention, RemoteAttention
 from sgl_pipeline.simulator.room_servers import LIMITS, DecodeServer, PrefillServer
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
@@ -119,11 +120,6 @@ def simulate_disaggregated(
 ) -> FleetRun:
     """Serves `workload` with prefill and decode apart."""
     first = replace(throttle, policy=setup.prefill_policy or throttle.policy)
-    for policy in (first.policy, throttle.policy):
-        require(
-            not POLICY_TABLE[policy].budgets_time,
-            f"{policy} is not simulated with prefill and decode apart",
-        )
     require(scheduling.radix_cache, "pages that have crossed are found in the radix cache")
     prefills = [
         _prefill(f"prefill {number}", setup, first, scheduling)
@@ -190,7 +186,8 @@ def _prefill(
         costs = replace(costs, stage_slowness=tuple(one / left for one in slowness))
     tokens = setup.prefill_pool_tokens
     scheduler = _scheduler(StepScheduler, throttle, scheduling, tokens, costs.num_stages)
-    return PrefillServer(name, scheduler, costs, _no_forecast(costs.layer_counts))
+    forecast = _forecast(setup.prefill, costs, throttle.policy)
+    return PrefillServer(name, scheduler, costs, forecast)
 
 
 def _decode(
@@ -210,7 +207,7 @@ def _decode(
     offload = _offload(setup, scheduler, costs.layer_counts)
     if offload is not None:
         costs = replace(costs, stage=LocalAttention(cluster.parts()))
-    forecast = _no_forecast(costs.layer_counts)
+    forecast = _forecast(cluster, costs, throttle.policy)
     return DecodeServer(
         name, scheduler, costs, reads, forecast, offload, reserved_tokens=setup.reserved_tokens
     )
@@ -246,6 +243,12 @@ def _scheduler(
     )
 
 
-def _no_forecast(layer_counts: tuple[int, ...]) -> StepForecast:
-    """Nothing is known of step times, so that no load is declined as too slow."""
-    return StepForecast(StagePlan(0, layer_counts), learns=False)
+def _forecast(cluster: Cluster, costs: PipelineCosts, policy: str) -> StepForecast:
+    """Step times for a policy that budgets time; else nothing is known of them.
+
+    Decodes whose attention is computed elsewhere count as if it were not: schedulers here know no
+    leases. Stages are then faster than predicted, which their speeds tell.
+    """
+    if POLICY_TABLE[policy].budgets_time:
+        return cluster.step_forecast(costs)
+    return StepForecast(StagePlan(0, costs.layer_counts), learns=False)

@@ -237,7 +237,7 @@ class Cluster:
             scheduler.tier.use(SIMULATED_PLACE, self.tier_rules)
         # A load is declined if it would take longer than to compute.
         if is_timed or self.migration.is_on or store is not None:
-            forecast = StepForecast(plan, self._predictor(costs))
+            forecast = self.step_forecast(costs)
         return VirtualPipeline(
             scheduler,
             costs,
@@ -249,6 +249,15 @@ class Cluster:
             store,
         )
 
+    def step_forecast(self, costs: PipelineCosts) -> StepForecast:
+        """Predicts the steps of stages with these costs, by what `forecast` says."""
+        predictor = None
+        if self.forecast == "tables":
+            num_layers = sum(costs.layer_counts)
+            fitted = fitted_costs(costs.stage, num_layers, self.layer_weights)
+            predictor = StepPredictor(fitted)
+        return StepForecast(StagePlan(0, costs.layer_counts), predictor)
+
     def _new_store(self, page_size: int) -> VirtualStore | None:
         if self.store is None:
             return None
@@ -256,12 +265,6 @@ class Cluster:
         return VirtualStore(
             self.store, layer_page_bytes, self.shape.num_layers, self.host.transit_s
         )
-
-    def _predictor(self, costs: PipelineCosts) -> StepPredictor | None:
-        if self.forecast == "online":
-            return None
-        num_layers = sum(costs.layer_counts)
-        return StepPredictor(fitted_costs(costs.stage, num_layers, self.layer_weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,10 +45,9 @@ def test_unless_policies_are_named_the_default_of_the_server_comes_first(
     assert main(["run", *SMALL]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["throttle-time", "throttle", "sarathi"]
-    # Prefill and decode apart are simulated without policies that budget time.
     assert main(["run", *SMALL, "--device", "a100-80g", "--pd", "1:1"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    assert [row.split()[0] for row in rows] == ["throttle", "sarathi"]
+    assert [row.split()[0] for row in rows] == ["throttle-time", "throttle", "sarathi"]
 
 
 def test_state_slots_bound_the_requests_that_run(tmp_path: Path) -> None:
@@ -241,7 +240,6 @@ def test_prefill_and_decode_apart_have_a_table_of_their_own(
         (["--pp", "2"], "leave out --pp"),
         (["--pd-offload-bound", "0.5"], "needs --pd-offload"),
         (["--store-capacity-gb", "1"], "not simulated with prefill and decode apart"),
-        (["--policy", "throttle-time"], "not simulated with prefill and decode apart"),
         (["--disable-radix-cache"], "found in the radix cache"),
         (["--draft-acceptance", "0.5"], "--draft-acceptance without --pd"),
         (["--max-mamba-cache-size", "4"], "--max-mamba-cache-size without --pd"),

@@ -9,6 +9,7 @@ import pytest
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.goodput import LatencyTarget
+from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS
 from sgl_pipeline.simulator.disaggregation import (
     Disaggregation,
     FleetRun,
@@ -19,6 +20,7 @@ from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.fleet_summary import FleetSummary, summarize_fleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload, most_batch
 from sgl_pipeline.simulator.peer_pages import PeerLink
+from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
 CARD = Cluster(model="Llama-2-13B", device="a100-80g", num_stages=1, pool_tokens=8000)
@@ -153,3 +155,44 @@ def test_goodput_is_of_all_devices() -> None:
 def test_what_cannot_be_apart_is_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         replace(APART, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offload", [None, OFFLOAD])
+def test_a_policy_that_budgets_time_knows_the_steps_of_both_sides(
+    offload: AttentionOffload | None,
+) -> None:
+    setup = replace(APART, offload=offload, prefill_policy=None)
+    result = simulate_disaggregated(setup, ThrottleArgs(), SchedulingArgs(), load(40))
+    assert len(result.requests) == 40 and not any(one.error for one in result.requests)
+    assert (result.num_offloaded > 0) == (offload is not None)
+    for pipeline in result.pipelines:
+        assert all(step.record.budget_ms is not None for step in pipeline.steps)
+
+
+def test_a_side_may_budget_time_alone() -> None:
+    setup = replace(APART, prefill_policy="throttle-time")
+    prefill, decode = run(setup, load(10)).pipelines
+    assert all(step.record.budget_ms is not None for step in prefill.steps)
+    assert all(step.record.budget_ms is None for step in decode.steps)
+
+
+@pytest.mark.parametrize("layers", [(40,), (10, 30)])
+def test_step_times_are_those_of_the_slowest_stage(layers: tuple[int, ...]) -> None:
+    cluster = replace(CARD, num_stages=len(layers), layer_counts=layers)
+    costs, shape = cluster.costs(), StepShape(((300, 100),), (500,) * 20, 21)
+    times = cluster.step_forecast(costs).slowest(layers)
+    assert times is not None
+    slowest_ms = 1e3 * max(costs.stage_seconds(shape, 0))
+    assert times.step_ms(shape.work) == pytest.approx(slowest_ms, rel=0.1)
+
+
+def test_step_times_are_learned_where_they_are_not_known() -> None:
+    learning = replace(CARD, forecast="online")
+    setup = replace(APART, decode=learning, prefill_policy=None)
+    result = simulate_disaggregated(setup, ThrottleArgs(), SchedulingArgs(), load(60))
+    prefill, decode = (
+        [step.record.budget_ms is not None for step in pipeline.steps]
+        for pipeline in result.pipelines
+    )
+    assert all(prefill)
+    assert len(decode) > FIRST_FIT_STEPS and not any(decode[:FIRST_FIT_STEPS]) and decode[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmark.figures.replayed_steps import StepParts, floor, idle_share, two_ranges
+from benchmark.figures.replayed_steps import StepParts, best_split, floor, idle_share, two_ranges
 
 STEPS = [StepParts(1.0, 0.0, 0.0, 0.0)] * 500
 
@@ -47,5 +47,14 @@ def test_the_ends_are_of_the_first_and_the_last_range() -> None:
 
 def test_ranges_keep_a_workers_layers_together_and_halves_lower_the_floor() -> None:
     assert two_ranges((3, 4)) == (1, 2, 2, 2)
-    assert floor(STEPS, 3, 2, cuts=1) == pytest.approx(0.25)
-    assert floor(STEPS, 3, 2, cuts=2) == pytest.approx(0.0)
+    assert best_split(STEPS, 3, 2, cuts=1) in ((1.0, 2.0), (2.0, 1.0))
+    assert floor(STEPS, (1, 2)) == pytest.approx(0.25)
+    assert best_split(STEPS, 3, 2, cuts=2) == (1.5, 1.5)
+    assert floor(STEPS, (1.5, 1.5)) == pytest.approx(0.0)
+
+
+def test_the_ends_make_a_stage_the_slowest() -> None:
+    steps = [StepParts(1.0, 1.0, 4.0, 0.0)] * 500
+    assert best_split(steps, 7, 2, cuts=1) == (5.0, 2.0)
+    assert floor(steps, (5, 2)) == pytest.approx(0.0)
+    assert floor(steps, (4, 3)) == pytest.approx(1 / 7)
