@@ -264,12 +264,19 @@ def _fit_table(rounds: Sequence[Round]) -> str:
     heads = ["round", "stage", "base", "us a row beyond each knot", "attended token, sample"]
     host, link = costs.host, costs.link
     text = (
-        f"In the last round: scheduling {host.schedule_step_s * 1e3:.2f} ms, results "
-        f"{host.result_step_s * 1e3:.2f} ms, preparing {host.prepare_step_s * 1e3:.2f} ms a step; "
-        f"a hop {link.latency_s * 1e3:.2f} ms; the front's share of TTFT {one.front_ms(False):.1f} "
-        f"ms, {one.front_ms(True):.1f} ms where all requests come at once."
+        f"In the last round: from a decision to its order on a stage "
+        f"{_by_token(host.schedule_step_s, host.schedule_chunk_s)}, from a step to the next one's "
+        f"inputs {_by_token(host.prepare_step_s, host.prepare_chunk_s)}, from a result to the next "
+        f"decision {_by_token(host.result_step_s, host.result_token_s)}; a hop "
+        f"{link.latency_s * 1e3:.2f} ms, a result's way back {host.transit_s * 1e3:.2f} ms; the "
+        f"front's share of TTFT {one.front_ms(False):.1f} ms, {one.front_ms(True):.1f} ms where "
+        "all requests come at once."
     )
     return markdown_table([*heads, "mean error of a step"], rows) + "\n\n" + text
+
+
+def _by_token(base_s: float, token_s: float) -> str:
+    return f"{base_s * 1e3:.2f} ms and {token_s * 1e6:.1f} us a token"
 
 
 if __name__ == "__main__":

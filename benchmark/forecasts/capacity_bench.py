@@ -31,10 +31,13 @@ ENGINE = f"ours --pp 2 --policy throttle --pp-layer-partition 9,7 --max-total-to
 NEEDED_SHARE = 0.9
 # Tokens in and out at most, requests, and requests a second (infinity: all at once): steps of all
 # sizes, from a queue that is never empty to requests that are alone; decodes as wide as those of
-# the longest answers below, for a wide step need not take what narrow ones promise.
+# the longest answers below, for a wide step need not take what narrow ones promise. In the stream
+# of the third line requests come and end all the time, as they do near a capacity: what the front
+# and the clients do for them takes the stages' cores, in a burst only at its start.
 CALIBRATION = (
     (384, 48, 32, float("inf")),
     (48, 64, 128, float("inf")),
+    (64, 96, 160, 16.0),
     (256, 48, 24, 2.5),
     (1024, 24, 8, 0.8),
 )

@@ -14,6 +14,8 @@ import numpy as np
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 
+# Longer waits than this percentile count as that one: a stage that was replaced is no host's work.
+_MOST = 99
 # A result's own work ends where the next step is decided; times of one clock are equal up to this.
 _EQUAL_S = 1e-6
 
@@ -33,7 +35,7 @@ def fit_host(records: Sequence[StepRecord]) -> tuple[HostCosts, SimulatedLink]:
             prepare_chunk_s=prepare[1],
             result_step_s=result[0],
             result_token_s=result[1],
-            transit_s=float((moments.finished_s - moments.done_s[:, -1]).mean()),
+            transit_s=_mean_s(moments.finished_s - moments.done_s[:, -1]),
             preparation="early",
         ),
         SimulatedLink(latency_s=_hop_s(moments)),
@@ -70,7 +72,7 @@ def _idle(
     waited for it; what building inputs takes is known."""
     chosen = moments.free_s[:, 0] <= moments.scheduled_s
     waits_s = moments.inputs_s[:, 0] - moments.scheduled_s - (prepare[0] + prepare[1] * samples)
-    return samples[chosen], np.maximum(waits_s[chosen], 0.0)
+    return samples[chosen], waits_s[chosen]
 
 
 def _results(records: Sequence[StepRecord]) -> tuple[np.ndarray, np.ndarray]:
@@ -90,16 +92,27 @@ def _hop_s(moments: _Moments) -> float:
     """Seconds from a stage's rows to the start of the next one, where that one waited for them."""
     before_s, start_s = moments.done_s[:, :-1], moments.start_s[:, 1:]
     chosen = before_s >= moments.inputs_s[:, 1:]
-    return float((start_s - before_s)[chosen].mean()) if chosen.any() else 0.0
+    return _mean_s((start_s - before_s)[chosen])
 
 
 def _line(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """The line of least squares over `rows` that has no negative part: base and slope. Its mean is
-    that of `seconds`; nothing where none were seen."""
+    """The line of least squares over `rows` that has no negative part: base and slope, both zero
+    where no step showed any."""
     if not len(rows):
         return 0.0, 0.0
-    mean_rows, mean_s = rows.mean(), seconds.mean()
+    usual_s = _usual_s(seconds)
+    mean_rows, mean_s = rows.mean(), usual_s.mean()
     spread = ((rows - mean_rows) ** 2).sum()
-    slope = ((rows - mean_rows) * (seconds - mean_s)).sum() / spread if spread > 0.0 else 0.0
+    slope = ((rows - mean_rows) * (usual_s - mean_s)).sum() / spread if spread > 0.0 else 0.0
     slope = min(max(0.0, slope), mean_s / mean_rows if mean_rows > 0.0 else 0.0)
     return float(mean_s - slope * mean_rows), float(slope)
+
+
+def _mean_s(seconds: np.ndarray) -> float:
+    return float(_usual_s(seconds).mean()) if len(seconds) else 0.0
+
+
+def _usual_s(seconds: np.ndarray) -> np.ndarray:
+    """Without what is no wait (moments of a GPU's step overlap those of the next one) and what is
+    longer than `_MOST`."""
+    return np.clip(seconds, 0.0, max(0.0, float(np.percentile(seconds, _MOST))))
