@@ -3,7 +3,7 @@
     python -m benchmark.forecasts.capacity
     python -m benchmark.forecasts.capacity --rounds 2
 
-Run by hand on a quiet machine, some five minutes, with two rounds nine. One server is recorded
+Run by hand on a quiet machine, some six minutes, with two rounds ten. One server is recorded
 under calibration loads, from which its step times are fitted. Then, for each of three loads that
 the fit has not seen, the highest rate with 90 % goodput is searched twice: in the simulator, and
 with real requests, the same ones at the same moments, from the same guess by the same rule. The
