@@ -26,7 +26,7 @@ _LINES_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """Where it answers, and the id of its main process."""
+    """The address of a server, and the id of its main process."""
 
     url: str
     pid: int
