@@ -36,7 +36,7 @@ LIBRARIES = {
     "pipeline": "msgspec",
     "disaggregation": "msgspec",
     "simulator": "msgspec numpy matplotlib",
-    "capacity": "msgspec numpy aiohttp requests",
+    "capacity": "msgspec numpy aiohttp requests psutil",
     "pp_runner": "torch safetensors numpy zmq gguf flashinfer triton transformers",
 }
 # These may import what is below them but for this.

@@ -20,7 +20,7 @@ once, or one by one, as those of the predicted load do.
 
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, pairwise, zip_longest
 from pathlib import Path
@@ -40,9 +40,9 @@ from benchmark.support.recorded_run import (
     recorded_requests,
     run_figures,
     slowness_of,
+    write_steps,
 )
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.records.trace import TraceWriter
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 from sgl_pipeline.simulator.workload import SimulatedRequest
 
@@ -131,7 +131,8 @@ def _calibrate(options: Options) -> Report:
             rounds.append(_measure_round(engine, model, checks, number))
             bar.update()
         others = f"{before.others_share(ProcessorTimes.now(server)):.0%}"
-    _write_trace(options.trace_path, chain.from_iterable(one.calibration for one in rounds))
+    loads = chain.from_iterable(one.calibration for one in rounds)
+    write_steps(options.trace_path, chain.from_iterable(load.records for load in loads))
     say(f"Written: {options.trace_path}")
     results = list(chain.from_iterable(_check(load, n, rounds) for n, load in enumerate(checks)))
     return Report(
@@ -154,7 +155,7 @@ def _measure_round(
     measured = dict(zip(loads, measure(engine, model, loads, number), strict=True))
     calibration = tuple(measured[load] for load in CALIBRATION_LOADS)
     path = SCRATCH / f"calibration_round_{number}.jsonl"
-    _write_trace(path, calibration)
+    write_steps(path, chain.from_iterable(load.records for load in calibration))
     print(f"round {number + 1} is measured", flush=True)
     pipeline = MeasuredPipeline(trace_path=str(path), pool_tokens=POOL_TOKENS)
     return Round(calibration, tuple(measured[load] for load in checks), pipeline)
@@ -169,14 +170,6 @@ def _check_loads() -> list[WrittenLoad]:
         WrittenLoad(path=path, num_requests=CHECK_REQUESTS, requests_per_s=rate, seed=seed)
         for seed, rate in enumerate(CHECK_RATES, 11)
     ]
-
-
-def _write_trace(path: Path, loads: Iterable[MeasuredLoad]) -> None:
-    writer = TraceWriter(path)
-    for load in loads:
-        for record in load.records:
-            writer.write(record)
-    writer.close()
 
 
 def _check(load: WrittenLoad, number: int, rounds: Sequence[Round]) -> list[Check]:
@@ -271,12 +264,19 @@ def _fit_table(rounds: Sequence[Round]) -> str:
     heads = ["round", "stage", "base", "us a row beyond each knot", "attended token, sample"]
     host, link = costs.host, costs.link
     text = (
-        f"In the last round: scheduling {host.schedule_step_s * 1e3:.2f} ms, results "
-        f"{host.result_step_s * 1e3:.2f} ms, preparing {host.prepare_step_s * 1e3:.2f} ms a step; "
-        f"a hop {link.latency_s * 1e3:.2f} ms; the front's share of TTFT {one.front_ms(False):.1f} "
-        f"ms, {one.front_ms(True):.1f} ms where all requests come at once."
+        f"In the last round: from a decision to its order on a stage "
+        f"{_by_token(host.schedule_step_s, host.schedule_chunk_s)}, from a step to the next one's "
+        f"inputs {_by_token(host.prepare_step_s, host.prepare_chunk_s)}, from a result to the next "
+        f"decision {_by_token(host.result_step_s, host.result_token_s)}; a hop "
+        f"{link.latency_s * 1e3:.2f} ms, a result's way back {host.transit_s * 1e3:.2f} ms; the "
+        f"front's share of TTFT {one.front_ms(False):.1f} ms, {one.front_ms(True):.1f} ms where "
+        "all requests come at once."
     )
     return markdown_table([*heads, "mean error of a step"], rows) + "\n\n" + text
+
+
+def _by_token(base_s: float, token_s: float) -> str:
+    return f"{base_s * 1e3:.2f} ms and {token_s * 1e6:.1f} us a token"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""A recorded run, read back from its trace: the requests that came, and how they were served.
+"""A recorded run: its trace, the requests that came, and how they were served.
 
 Works on the step records of the server and of a simulation alike, which is how
 `benchmark/forecasts/calibrate.py` holds one against the other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from sgl_pipeline.records.trace import StepRecord
+from sgl_pipeline.records.trace import StepRecord, TraceWriter
 from sgl_pipeline.simulator.calibration import FittedCosts, fitted_s
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 
@@ -24,6 +25,14 @@ class RunFigures(msgspec.Struct, frozen=True):
     mean_ttft_ms: float
     mean_tpot_ms: float
     idle_shares: tuple[float, ...]
+
+
+def write_steps(path: Path, steps: Iterable[StepRecord]) -> None:
+    """A trace file of these steps, as `--trace-path` would have written it."""
+    writer = TraceWriter(path)
+    for step in steps:
+        writer.write(step)
+    writer.close()
 
 
 def recorded_requests(records: Sequence[StepRecord]) -> list[SimulatedRequest]:

@@ -118,8 +118,9 @@ def _server(options: argparse.Namespace) -> Iterator[MeasuredServer]:
         client = LoadClient(url, vocab_size, options.api_key)
         yield MeasuredServer(url, client, load, options.api_key)
         return
-    with own_server(flags.server_words(options)) as url:
-        yield MeasuredServer(url, LoadClient(url, vocab_size, None), load)
+    with own_server(flags.server_words(options)) as server:
+        client = LoadClient(server.url, vocab_size, None)
+        yield MeasuredServer(server.url, client, load, pid=server.pid)
 
 
 def _predict(

@@ -11,6 +11,7 @@ import requests
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.capacity.load import CapacityLoad
 from sgl_pipeline.capacity.load_client import LoadClient
+from sgl_pipeline.capacity.processor_use import ProcessorMeter
 from sgl_pipeline.capacity.rate_trial import Round
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.status_line import StatusLine, bar
@@ -43,12 +44,14 @@ class _Info(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredServer:
-    """A server that is up at `url`, and the clients that load it."""
+    """A server that is up at `url`, and the clients that load it. `pid` is that of its main process
+    where it is known to be on this host."""
 
     url: str
     client: LoadClient
     load: CapacityLoad
     api_key: str | None = None
+    pid: int | None = None
 
     def serve(self, rate_per_s: float, round_number: int) -> Round:
         """A `Serve`; the prefix cache is emptied before."""
@@ -56,12 +59,13 @@ class MeasuredServer:
         asked = self.load.requests(rate_per_s, round_number)
         line, ended = StatusLine(), count(1)
         line.show(f"measured at {rate_per_s:.3g} req/s {bar(0, len(asked))}")
+        meter = None if self.pid is None else ProcessorMeter(self.pid)
         served = self.client.serve(
             asked,
             lambda: line.show(f"measured at {rate_per_s:.3g} req/s {bar(next(ended), len(asked))}"),
         )
         line.clear()
-        return served
+        return served if meter is None else replace(served, processors=meter.used())
 
     def alone(self, count: int) -> Round:
         """The first requests, one by one."""

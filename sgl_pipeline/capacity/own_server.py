@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -23,9 +24,17 @@ _POLL_S = 0.3
 _LINES_SHOWN = 12
 
 
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """The address of a server, and the id of its main process."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def own_server(words: Sequence[str]) -> Iterator[str]:
-    """Starts `sgl-pipeline serve` with these flags, and gives its URL once it answers.
+def own_server(words: Sequence[str]) -> Iterator[OwnServer]:
+    """Starts `sgl-pipeline serve` with these flags, and gives it once it answers.
 
     Raises ConfigurationError with the end of its log if it does not.
     """
@@ -48,7 +57,7 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
             try:
                 url = f"http://127.0.0.1:{port}"
                 _wait(server, url, log_path)
-                yield url
+                yield OwnServer(url, server.pid)
             finally:
                 _stop(server)
 

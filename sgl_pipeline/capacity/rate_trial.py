@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sgl_pipeline.capacity.processor_use import ProcessorUse
 from sgl_pipeline.goodput import LatencyTarget, RequestLatency, goodput
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """One serving of the load: each request in the order in which they came, None for one that
-    failed, and the tokens in and out over the time from the first arrival to the last token."""
+    failed, and the tokens in and out over the time from the first arrival to the last token.
+    `processors` is what a server on this host and its clients took; None of another one, and where
+    the time is virtual."""
 
     latencies: tuple[RequestLatency | None, ...]
     total_tokens_per_s: float
+    processors: ProcessorUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

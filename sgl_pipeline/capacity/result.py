@@ -5,37 +5,53 @@ from collections.abc import Sequence
 import msgspec
 
 from sgl_pipeline.capacity.curve import Estimate
+from sgl_pipeline.capacity.processor_use import ProcessorUse
 from sgl_pipeline.capacity.rate_trial import RateTrial
-from sgl_pipeline.goodput import LatencyTarget
+from sgl_pipeline.goodput import LatencyTarget, goodput
 from sgl_pipeline.simulator.summary import Distribution
 
-_HEADER = "   req/s  goodput  TTFT p50/p90/p99 ms      TPOT p50/p90/p99 ms     tok/s  failed"
+_HEADER = (
+    "   req/s  goodput  in TTFT  in TPOT  TTFT p50/p90/p99 ms      TPOT p50/p90/p99 ms     tok/s  "
+    "failed"
+)
 
 
 class RateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One rate, over the requests of all rounds; latencies are of those that were served."""
+    """One rate, over the requests of all rounds; latencies are of those that were served.
+
+    Goodput's parts are the shares of requests within either target, as if it were the only one.
+    `processors` is what was taken in all rounds; None where it was not measured.
+    """
 
     rate_per_s: float
     goodput: float
+    ttft_share: float
+    tpot_share: float
     ttft_ms: Distribution
     tpot_ms: Distribution
     total_tokens_per_s: float
     num_requests: int
     num_failed: int
+    processors: ProcessorUse | None = None
 
     @classmethod
     def of(cls, trial: RateTrial, target: LatencyTarget) -> "RateRow":
-        served = [one for one in trial.latencies if one is not None]
+        latencies = trial.latencies
+        served = [one for one in latencies if one is not None]
+        uses = [one.processors for one in trial.rounds if one.processors is not None]
         return cls(
             rate_per_s=trial.rate_per_s,
             goodput=trial.goodput(target),
+            ttft_share=goodput(latencies, LatencyTarget(ttft_ms=target.ttft_ms)),
+            tpot_share=goodput(latencies, LatencyTarget(tpot_ms=target.tpot_ms)),
             ttft_ms=Distribution.of([one.ttft_ms for one in served]),
             tpot_ms=Distribution.of([one.tpot_ms for one in served if one.tpot_ms is not None]),
             total_tokens_per_s=Distribution.of(
                 [each.total_tokens_per_s for each in trial.rounds]
             ).mean,
-            num_requests=len(trial.latencies),
-            num_failed=len(trial.latencies) - len(served),
+            num_requests=len(latencies),
+            num_failed=len(latencies) - len(served),
+            processors=ProcessorUse.total(uses) if uses else None,
         )
 
     def __str__(self) -> str:
@@ -44,7 +60,8 @@ class RateRow(msgspec.Struct, frozen=True, kw_only=True):
             for one, digits in ((self.ttft_ms, 0), (self.tpot_ms, 1))
         )
         return (
-            f"{self.rate_per_s:8.3g} {self.goodput:8.1%}  {ttft:23}  {tpot:20} "
+            f"{self.rate_per_s:8.3g} {self.goodput:8.1%} {self.ttft_share:8.1%} "
+            f"{self.tpot_share:8.1%}  {ttft:23}  {tpot:20} "
             f"{self.total_tokens_per_s:8.0f} {self.num_failed:7}"
         )
 

@@ -24,6 +24,7 @@ from sgl_pipeline.migration.step_fit import (
     used_knots,
 )
 from sgl_pipeline.records.trace import StepRecord, read_trace
+from sgl_pipeline.simulator.host_fit import fit_host
 from sgl_pipeline.simulator.pipeline_costs import HostCosts, SimulatedLink
 from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.step_work import StepWork
@@ -35,8 +36,6 @@ SHARE_BEYOND_KNOT = 0.05
 BEYOND_KNOT = 1.5
 # Where times by rows may bend, in a run with drafts.
 DRAFT_KNOTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 128.0, 512.0)
-# The percentile that stands for a step that does not wait: the minimum may be a slip of a clock.
-FLOOR = 5
 GOLDEN_SECTION = (5**0.5 - 1) / 2
 
 
@@ -162,19 +161,12 @@ def fit_records(
     fits = [_fit_stage(records, of_stage, is_robust) for of_stage in measured_s.T]
     predicted_s = np.array([fitted_s(fits, record.work) for record in records])
     errors = np.abs(predicted_s - measured_s).mean(axis=0) / measured_s.mean(axis=0)
-    prepare_s = _prepare_s(records)
-    hop_s = _hop_s(records, prepare_s)
+    host, link = fit_host(records)
     return FittedCosts(
         stages=tuple(fits),
         noise=tuple(map(tuple, (measured_s / predicted_s).tolist())),
-        link=SimulatedLink(latency_s=hop_s),
-        host=HostCosts(
-            schedule_step_s=_mean_s(record.schedule_ms for record in records),
-            prepare_step_s=prepare_s,
-            result_step_s=_mean_s(record.result_ms for record in records),
-            transit_s=2 * hop_s,
-            preparation="early",
-        ),
+        link=link,
+        host=host,
         errors=tuple(errors.tolist()),
     )
 
@@ -248,27 +240,3 @@ def _fit_with_drafts(
     decode_ms, by_decodes_ms, attended_ms, sample_ms = (float(one) for one in found[-4:])
     layer = LayerCost(rising_rows(knots, found[:-4]), decode_ms, by_decodes_ms, attended_ms)
     return lone_layer(layer, 0.0, sample_ms)
-
-
-def _prepare_s(records: Sequence[StepRecord]) -> float:
-    """Seconds that a stage needs between two steps: its wait when plan and activations are there
-    already, as they often are on the last one."""
-    return float(np.percentile([r.stages[-1].input_wait_ms for r in records], FLOOR)) * 1e-3
-
-
-def _hop_s(records: Sequence[StepRecord], prepare_s: float) -> float:
-    """Seconds of a hop (to the first stage, between two, and back) of a step that does not wait,
-    beyond the processes' work. Only the first stage's preparation lies on its way."""
-    outside_s = [
-        record.finished_s
-        - record.scheduled_s
-        - record.schedule_ms * 1e-3
-        - sum(timing.compute_ms for timing in record.stages) * 1e-3
-        for record in records
-    ]
-    hops = len(records[0].stages) + 1
-    return max(0.0, float(np.percentile(outside_s, FLOOR)) - prepare_s) / hops
-
-
-def _mean_s(values_ms: Iterable[float]) -> float:
-    return float(np.mean(list(values_ms))) * 1e-3
