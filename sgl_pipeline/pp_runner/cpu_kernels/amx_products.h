@@ -78,13 +78,13 @@ class AmxProducts {
     asm volatile("" ::: "memory");
     _tile_zero(5);
     for (int line = 0; line < depth_lines; ++line) {
-      keys.prefetch_next(line, 0);
+      keys.ask();
       _tile_loadd(6, queries + line * 16 * lanes_, lanes_ * 4);
-      keys.prefetch_next(line, 1);
+      keys.ask();
       _tile_loadd(7, keys.first + line * kDepth, keys.row_bytes);
-      keys.prefetch_next(line, 2);
+      keys.ask();
       _tile_dpbf16ps(5, 7, 6);
-      keys.prefetch_next(line, 3);
+      keys.ask();
     }
     _tile_stored(5, scores, lanes_ * 4);
   }
@@ -113,15 +113,15 @@ class AmxProducts {
   };
 
   void add_values(const RowTile& values, int line, const Line* picks) const {
-    values.prefetch_next(line, 0);
+    values.ask();
     _tile_loadd(4, values.first + line * kDepth, values.row_bytes);
-    values.prefetch_next(line, 1);
+    values.ask();
     _tile_loadd(2, picks, sizeof(Line));
     _tile_dpbf16ps(0, 2, 4);
-    values.prefetch_next(line, 2);
+    values.ask();
     _tile_loadd(3, picks + lanes_, sizeof(Line));
     _tile_dpbf16ps(1, 3, 4);
-    values.prefetch_next(line, 3);
+    values.ask();
   }
 
   void configure(const TileShape (&shapes)[8]) {

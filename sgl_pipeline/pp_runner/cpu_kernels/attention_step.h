@@ -182,7 +182,7 @@ template <typename T>
 struct Rows {
   const T* first;
   const int64_t* offsets;
-  const int64_t* next_offsets;  // of the tile read after this one; null in a copy
+  const int64_t* next_offsets;  // of the tile read after this one; null where they are not asked for so
   int size;                     // numbers of a row
   int64_t spacing;  // of sixteen rows from a multiple of sixteen on; 0: they may lie anywhere
 
@@ -228,17 +228,18 @@ class DecodedTile {
   int64_t offsets_[kKeys];
 };
 
-// The keys or values of an item's head number `head_in_item`, in `pages`.
+// The keys or values of an item's head number `head_in_item`, in `pages`; with those of the next
+// tile to be asked for head by head, if it `asks_next`.
 template <typename T, int kKeys>
 inline Rows<T> rows_of(const void* pages, const Step& step, int head_in_item,
                        const Places<kKeys>& places, const Places<kKeys>& next,
-                       DecodedTile<T, kKeys>& decoded) {
+                       bool asks_next, DecodedTile<T, kKeys>& decoded) {
   const int64_t offset = head_in_item * places.head_size;
   if (step.kv_format != kNumbers)
     return decoded.decode(step.kv_format, static_cast<const int8_t*>(pages) + offset, places, next);
   const int64_t spacing = step.page_size % 16 == 0 ? step.num_kv_heads * places.head_size : 0;
   const T* first = static_cast<const T*>(pages) + offset;
-  const Rows<T> rows{first, places.offsets, next.offsets, places.size, spacing};
+  const Rows<T> rows{first, places.offsets, asks_next ? next.offsets : nullptr, places.size, spacing};
   // The last tile of a request has few keys, and the first one of the next has many.
   for (int key = places.num_keys; key < next.num_keys; ++key) rows.prefetch_next(key);
   return rows;

@@ -58,6 +58,13 @@ class TileAttention {
   void run(const WorkItem& item, const WorkItem* following, Scratch& scratch) const {
     const int end_key = item.end_key(step_), lanes = item.lanes_of_head(step_);
     prepare(item, scratch);
+    const bool asks_ahead = reads_tiles_of_pages(lanes);
+    if (asks_ahead) {
+      constexpr int kBytes = sizeof(BFloat16);
+      scratch.keys_ahead.start(step_, tensors_.key_pages, step_.head_dim * kBytes, item, following);
+      scratch.values_ahead.start(step_, tensors_.value_pages, step_.value_dim * kBytes, item,
+                                 following);
+    }
     int start = first_tile<kTileKeys>(step_, item);
     KeyTile<kTileKeys> tile(step_, item, start);
     for (; start < end_key; start += kTileKeys) {
@@ -65,9 +72,9 @@ class TileAttention {
       for (int head = 0; head < item.num_heads; ++head)
         attend_head({head * scratch.padded(lanes), lanes, start, tile.num_keys, tile.num_unseen,
                      rows_of(tensors_.key_pages, step_, head, tile.keys, next.keys,
-                             scratch.decoded_keys),
+                             !asks_ahead, scratch.decoded_keys),
                      rows_of(tensors_.value_pages, step_, head, tile.values, next.values,
-                             scratch.decoded_values)},
+                             !asks_ahead, scratch.decoded_values)},
                     scratch);
       tile = next;
     }
@@ -76,6 +83,10 @@ class TileAttention {
 
  private:
   static bool reads_pages(int lanes) { return lanes <= kFewLanes; }
+  // Whether tiles are numbers in their pages.
+  bool reads_tiles_of_pages(int lanes) const {
+    return Products::kReadsTiles && reads_pages(lanes) && step_.kv_format == kNumbers;
+  }
 
   void prepare(const WorkItem& item, Scratch& scratch) const {
     const int lanes = item.lanes_of_head(step_), padded = scratch.padded(lanes);
@@ -197,8 +208,8 @@ class TileAttention {
     const uint32_t* queries = scratch.queries[tile.head_lane * scratch.depth_lines].pairs;
     float scores[kTileKeys * kFewLanes] = {};
     for (int key = 0; key < tile.num_keys; key += 16)
-      scratch.multiply.score_keys(row_tile(tile, tile.keys, key, 0, scratch), queries,
-                                  scratch.depth_lines, scores + key * lanes);
+      scratch.multiply.score_keys(row_tile(tile, tile.keys, key, 0, scratch.keys_ahead, scratch),
+                                  queries, scratch.depth_lines, scores + key * lanes);
     sort_by_lane(scores, lanes, scratch.scores[0]);
     weigh(scratch, tile.head_lane, 0, lanes, tile.start, scoring_, scratch.scores[0]);
     for (int key = 0; key < tile.num_keys; key += kDepth) add_page_values(tile, key, scratch);
@@ -236,8 +247,10 @@ class TileAttention {
       picks[3 * lanes + lane] = bit_cast<Line>(weights & ~low_words);
     }
     const bool has_partners = key + 16 < tile.num_keys;
-    const RowTile first = row_tile(tile, tile.values, key, 0, scratch);
-    const RowTile second = has_partners ? row_tile(tile, tile.values, key + 16, 1, scratch) : first;
+    RowsAhead& ahead = scratch.values_ahead;
+    const RowTile first = row_tile(tile, tile.values, key, 0, ahead, scratch);
+    const RowTile second =
+        has_partners ? row_tile(tile, tile.values, key + 16, 1, ahead, scratch) : first;
     for (int line = 0; line < scratch.value_lines; ++line) {
       Vec sums[2 * kFewLanes];
       scratch.multiply.weigh_values(first, has_partners ? &second : nullptr, line, picks, sums);
@@ -254,12 +267,11 @@ class TileAttention {
   // Sixteen rows of keys or values: in their page where they fill a tile of it, otherwise copy
   // number `copy`, with zeros for what is not there.
   RowTile row_tile(const HeadTile& tile, Rows<BFloat16> rows, int first_key, int copy,
-                   Scratch& scratch) const {
-    const int64_t* const next_offsets =
-        rows.next_offsets == nullptr ? nullptr : rows.next_offsets + first_key;
+                   RowsAhead& ahead, Scratch& scratch) const {
+    RowsAhead* const asked = reads_tiles_of_pages(tile.lanes) ? &ahead : nullptr;
     const bool fill_tile = rows.spacing != 0 && rows.size % kDepth == 0;
     if (fill_tile && first_key >= tile.num_unseen && first_key + 16 <= tile.num_keys)
-      return {rows[first_key], rows.spacing * int64_t{sizeof(BFloat16)}, rows.first, next_offsets};
+      return {rows[first_key], rows.spacing * int64_t{sizeof(BFloat16)}, asked};
     const int num_lines = TileState::lines_of(rows.size);
     Line* lines = &scratch.row_copies[copy * 16 * num_lines];
     for (int i = 0; i < 16; ++i)
@@ -267,8 +279,7 @@ class TileAttention {
         lines[i * num_lines + line] = first_key + i < tile.num_keys
                                           ? load_line(rows[first_key + i], line, rows.size)
                                           : Line{};
-    return {reinterpret_cast<const BFloat16*>(lines), num_lines * int64_t{sizeof(Line)},
-            rows.first, next_offsets};
+    return {reinterpret_cast<const BFloat16*>(lines), num_lines * int64_t{sizeof(Line)}, asked};
   }
 
   void finish(const WorkItem& item, Scratch& scratch) const {

@@ -258,9 +258,9 @@ class VectorAttention {
   void attend_head(const KeyTile<kKeyTile>& tile, const KeyTile<kKeyTile>& next, int head,
                    Lanes lanes, Scratch& scratch) const {
     const Rows<T> keys =
-        rows_of(tensors_.key_pages, step_, head, tile.keys, next.keys, scratch.decoded_keys);
+        rows_of(tensors_.key_pages, step_, head, tile.keys, next.keys, true, scratch.decoded_keys);
     const Rows<T> values =
-        rows_of(tensors_.value_pages, step_, head, tile.values, next.values, scratch.decoded_values);
+        rows_of(tensors_.value_pages, step_, head, tile.values, next.values, true, scratch.decoded_values);
     const bool fill_vectors = step_.head_dim % kWidth == 0 && step_.value_dim % kWidth == 0;
     if (lanes.end - lanes.first <= kLanesWithoutCopy && fill_vectors) {
       attend_tile(step_, scratch, keys, values, tile.num_keys, lanes);

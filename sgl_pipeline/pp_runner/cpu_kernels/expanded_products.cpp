@@ -194,7 +194,7 @@ struct ExpandedProduct {
     const int64_t all_tiles = product.input_tiles();
     for (int64_t part = rows.first_part; part < rows.end_part; ++part) {
       const int64_t first = part * part_tiles(), tiles = std::min(part_tiles(), all_tiles - first);
-      ExpandedPanel panel{{expanded[0], expanded[1]}, {},    tiles, group_tiles, all_tiles,
+      ExpandedPanel panel{{expanded[0], expanded[1]}, {},    tiles, group_tiles, product.row_tiles(),
                           scales_per_row(),           first > 0};
       for (int block = 0; block < 2; ++block) {
         const int64_t number = std::min(2 * index + block, product.blocks() - 1);
@@ -236,7 +236,7 @@ struct ExpandedProduct {
         multiply_rows<1>(source, row_scales, panel, &sums[row]);
     }
     if (is_last)
-      finish(product, first_row, num_rows, index,
+      finish(product, rows, first_row, num_rows, index,
              [&](int row, int block) { return load(&sums[row][block * kBlock]); });
   }
 };

@@ -169,7 +169,7 @@ struct Int4Product {
     for (int row = 0; row < num_rows; row += 8) {
       const int64_t packed_row = before + row;
       const Byte* const source = rows.packed +
-                                 packed_row / kBlock * product.input_tiles() * kTile +
+                                 packed_row / kBlock * product.row_tiles() * kTile +
                                  packed_row % kBlock * kLine;
       const float* const row_scales = rows.scales + packed_row * panel.scales_per_row;
       const int left = num_rows - row;
@@ -185,7 +185,7 @@ struct Int4Product {
     }
     if (panel.end_step < steps()) return;
     const float* const row_scales = rows.scales + before * panel.scales_per_row;
-    finish(product, first_row, num_rows, index, [&](int row, int block) {
+    finish(product, rows, first_row, num_rows, index, [&](int row, int block) {
       return rounded(load(&sums[row][block * kBlock]) * row_scales[row * panel.scales_per_row]);
     });
   }

@@ -53,16 +53,16 @@ struct Int8Product {
     outputs.load_both(scales, weight_scales);
     Vec as_floats[2];  // bits of int32
     outputs.load_both(reinterpret_cast<const float*>(corrections), as_floats);
-    const auto done = [&](int64_t first_row, int num_rows, const Sums& sums) {
-      const auto value = [&](int row, int block) {
-        const IntVec sum = bit_cast<IntVec>(load(&sums[row][block * kBlock]));
+    const ResultPanel result(product, rows, panel);
+    run_by_dots<Int8Dot>(amx, product, rows, panel, [&](int64_t row, const float* sums) {
+      const auto value = [&](int block) {
+        const IntVec sum = bit_cast<IntVec>(load(sums + block * kBlock));
         const IntVec exact = sum - bit_cast<IntVec>(as_floats[block]);
         const Vec scaled = __builtin_convertvector(exact, Vec) * weight_scales[block];
-        return rounded(scaled * rows.scales[first_row - rows.first + row]);
+        return rounded(scaled * rows.scales[row - rows.first]);
       };
-      finish(product, first_row, num_rows, panel, value);
-    };
-    run_by_dots<Int8Dot>(amx, product, rows, panel, done);
+      result.put(row, value(0), value(1));
+    });
   }
 };
 

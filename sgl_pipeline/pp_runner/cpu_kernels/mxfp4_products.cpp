@@ -62,7 +62,7 @@ struct Mxfp4Product {
       // GCC does not know that tile operations read memory.
       asm volatile("" ::"r"(&expanded) : "memory");
       // Nothing is asked for ahead: that is done where the weight is expanded.
-      const Panel panel{{expanded[0], expanded[1]}, {}, tiles, all_tiles, first > 0, 0, 0};
+      const Panel panel{{expanded[0], expanded[1]}, {}, tiles, product.row_tiles(), first > 0, 0, 0};
       for (int64_t row = rows.first; row < rows.end; row += kGroupRows)
         multiply_group(rows, row, first, panel, index);
     }
@@ -83,8 +83,8 @@ struct Mxfp4Product {
     Sums& sums = rows.sums[before / kGroupRows];
     const Byte* const packed = rows.packed + before * panel.row_tiles * kLine + first_tile * kTile;
     multiply_by_dots<BFloat16Dot>(amx, packed, num_rows, panel, sums);
-    if (first_tile + panel.tiles == panel.row_tiles)
-      finish(product, first_row, num_rows, index,
+    if (first_tile + panel.tiles == product.input_tiles())
+      finish(product, rows, first_row, num_rows, index,
              [&](int row, int block) { return load(&sums[row][block * kBlock]); });
   }
 };

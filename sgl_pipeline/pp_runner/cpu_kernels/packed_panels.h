@@ -19,24 +19,51 @@ struct Panel {
   int64_t tiles;
   int64_t row_tiles;  // of a packed row
   bool accumulate;    // to the sums of the tiles before
-  int first_line;
-  int end_line;
+  int64_t next_line;  // of each block, the first one that is asked for
+  int lines_asked;    // of each block, with a tile
+  const Byte* next_sums = nullptr;  // of which some lines are asked for with a tile, to be written
+  int64_t sum_lines = 0;
 
-  // A quarter of the requests for a tile. They are to be spread over the work on it: those that
-  // come at once do not all get as far as the L2.
+  // A quarter of the requests beside a tile. They are to be spread over the work on it: those that
+  // come at once do not all get as far as the L2. They go through memory in order, as the cache then
+  // reads on by itself.
   void prefetch(int64_t tile, int quarter) const {
-    const int middle = (first_line + end_line) / 2;
-    const int first = quarter < 2 ? first_line : middle, end = quarter < 2 ? middle : end_line;
-    for (int line = first; line < end; ++line)
-      __builtin_prefetch(next[quarter % 2] + tile * kTile + line * kLine, 0, 2);
+    const int half = lines_asked / 2;
+    const int first = quarter < 2 ? 0 : half, end = quarter < 2 ? half : lines_asked;
+    const Byte* const source = next[quarter % 2] + (next_line + tile * lines_asked) * kLine;
+    for (int line = first; line < end; ++line) __builtin_prefetch(source + line * kLine, 0, 2);
+  }
+
+  void prefetch_sums(int64_t tile) const {
+    const Byte* const source = next_sums + tile * sum_lines * kLine;
+    for (int line = 0; line < sum_lines; ++line) __builtin_prefetch(source + line * kLine, 1, 2);
   }
 
   // For the `part`-th of `parts` that share the work of asking.
   void share_prefetch(int part, int parts) {
     constexpr int kLines = kTile / kLine;
-    first_line = kLines * part / parts;
-    end_line = kLines * (part + 1) / parts;
+    const int first = kLines * part / parts;
+    next_line = first * tiles;
+    lines_asked = kLines * (part + 1) / parts - first;
   }
+};
+
+// Of a panel's result the rows [row, end) of a group, which wait with their `sums` to be put there.
+struct WaitingRows {
+  const float (*sums)[2 * kBlock];
+  int64_t row;
+  int64_t end;
+
+  // Puts `count` of them, or as many as there are, by put(row, sums).
+  template <typename Put>
+  __attribute__((always_inline)) void put(int64_t count, const Put& put_row) {
+    for (; count > 0 && row < end; --count, ++row, ++sums) put_row(row, *sums);
+  }
+};
+
+// Done beside the tiles of a multiplication: nothing.
+struct Nothing {
+  void operator()() const {}
 };
 
 #if defined(SGLP_HAS_AMX)
@@ -48,11 +75,12 @@ const TileConfiguration kTileConfiguration{
 void open_tiles() { _tile_loadconfig(&kTileConfiguration); }
 void close_tiles() { _tile_release(); }
 
-template <typename Dot, bool kSecondTile>
-void multiply(const Byte* rows, const Panel& panel, Sums& sums) {
+// `beside_tile` is called once a tile: the vector units work while tiles are multiplied.
+template <typename Dot, bool kSecondTile, typename Beside>
+void multiply(const Byte* rows, const Panel& panel, Sums& sums, const Beside& beside_tile) {
   const Byte* second = rows + panel.row_tiles * kTile;
+  asm volatile("" ::: "memory");  // GCC does not know that tile operations read memory
   if (panel.accumulate) {
-    asm volatile("" ::: "memory");  // GCC does not know that tile operations read memory
     _tile_loadd(0, &sums[0][0], sizeof(sums[0]));
     _tile_loadd(1, &sums[0][kBlock], sizeof(sums[0]));
     if (kSecondTile) _tile_loadd(2, &sums[kBlock][0], sizeof(sums[0]));
@@ -77,6 +105,8 @@ void multiply(const Byte* rows, const Panel& panel, Sums& sums) {
     panel.prefetch(tile, 3);
     if (kSecondTile) Dot::tiles_2_5_6();
     if (kSecondTile) Dot::tiles_3_5_7();
+    panel.prefetch_sums(tile);
+    beside_tile();
   }
   _tile_stored(0, &sums[0][0], sizeof(sums[0]));
   _tile_stored(1, &sums[0][kBlock], sizeof(sums[0]));
@@ -85,12 +115,18 @@ void multiply(const Byte* rows, const Panel& panel, Sums& sums) {
 }
 
 template <typename Dot>
-void multiply_amx(const Byte* rows, int num_rows, const Panel& panel, Sums& sums) {
-  if (num_rows > kBlock)
-    multiply<Dot, true>(rows, panel, sums);
-  else
-    multiply<Dot, false>(rows, panel, sums);
-}
+struct AmxMultiplication {
+  static constexpr bool kWorksBeside = true;
+
+  template <typename Beside>
+  NOINLINE void operator()(const Byte* rows, int num_rows, const Panel& panel, Sums& sums,
+                           const Beside& beside_tile) const {
+    if (num_rows > kBlock)
+      multiply<Dot, true>(rows, panel, sums, beside_tile);
+    else
+      multiply<Dot, false>(rows, panel, sums, beside_tile);
+  }
+};
 #endif
 
 template <typename Dot, int kRows>
@@ -121,35 +157,42 @@ void multiply_rows(const Byte* rows, const Panel& panel, float (*sums)[2 * kBloc
 }
 
 template <typename Dot>
-void multiply_avx512(const Byte* rows, int num_rows, Panel panel, Sums& sums) {
-  for (int row = 0; row < num_rows; row += 8) {
-    const Byte* first = rows + row / kBlock * panel.row_tiles * kTile + row % kBlock * kLine;
-    const int left = num_rows - row;
-    if (left > 4)
-      multiply_rows<Dot, 8>(first, panel, &sums[row]);
-    else if (left > 2)
-      multiply_rows<Dot, 4>(first, panel, &sums[row]);
-    else
-      multiply_rows<Dot, 2>(first, panel, &sums[row]);
-    panel.end_line = 0;
+struct VectorMultiplication {
+  static constexpr bool kWorksBeside = false;
+
+  void operator()(const Byte* rows, int num_rows, Panel panel, Sums& sums, const Nothing&) const {
+    for (int row = 0; row < num_rows; row += 8) {
+      const Byte* first = rows + row / kBlock * panel.row_tiles * kTile + row % kBlock * kLine;
+      const int left = num_rows - row;
+      if (left > 4)
+        multiply_rows<Dot, 8>(first, panel, &sums[row]);
+      else if (left > 2)
+        multiply_rows<Dot, 4>(first, panel, &sums[row]);
+      else
+        multiply_rows<Dot, 2>(first, panel, &sums[row]);
+      panel.lines_asked = 0;
+    }
   }
-}
+};
 
 // Of the inputs of `product` (`Arithmetic::parts`).
 inline int64_t tile_parts(const Product& product) {
   return tiles_of(product.input_tiles(), kTilesAtOnce);
 }
 
-// One panel for all rows, some of its tiles after the others. `done(first_row, num_rows, sums)` is
-// called with the sums of each group of rows when no tiles are left.
-template <typename Multiply, typename Done>
+// One panel for all rows, some of its tiles after the others. `put(row, sums)` is called with the
+// sums of each row when no tiles are left: where that is possible, beside the tiles of the group of
+// rows after its own.
+template <typename Multiply, typename Put>
 void run_panel(const Product& product, const RowGroups& rows, int64_t index,
-               const Multiply& multiply, const Done& done) {
+               const Multiply& multiply, const Put& put) {
   const int groups = tiles_of(rows.end - rows.first, kGroupRows);
   const int64_t all_tiles = product.input_tiles();
   const int64_t tiles_at_once = groups > 1 ? kTilesAtOnce : all_tiles;
   const int64_t first_tile = rows.first_part * kTilesAtOnce;
   const int64_t end_tile = std::min(rows.end_part * kTilesAtOnce, all_tiles);
+  const int64_t sum_lines = tiles_of(sizeof(Sums) / kLine, end_tile - first_tile);
+  WaitingRows waiting{};
   for (int64_t first = first_tile; first < end_tile; first += tiles_at_once) {
     const int64_t end = std::min(first + tiles_at_once, end_tile);
     const int64_t next = end < end_tile ? index : index + 1;
@@ -159,38 +202,55 @@ void run_panel(const Product& product, const RowGroups& rows, int64_t index,
                 {product.block(2 * next) + next_tile * kTile,
                  product.block(2 * next + 1) + next_tile * kTile},
                 end - first,
-                all_tiles,
+                product.row_tiles(),
                 first > 0,
                 0,
                 0};
     for (int group = 0; group < groups; ++group) {
       const int64_t row = rows.first + int64_t{group} * kGroupRows;
       const int num_rows = std::min<int64_t>(kGroupRows, rows.end - row);
+      const Byte* const packed =
+          rows.packed + (row - rows.first) * product.row_tiles() * kLine + first * kTile;
+      Sums& sums = rows.sums[group];
       panel.share_prefetch(group, groups);
-      multiply(rows.packed + (row - rows.first) * all_tiles * kLine + first * kTile, num_rows,
-               panel, rows.sums[group]);
-      if (end == all_tiles) done(row, num_rows, rows.sums[group]);
+      if (rows.next_sums != nullptr) {
+        panel.next_sums = reinterpret_cast<const Byte*>(rows.next_sums + group) +
+                          (first - first_tile) * sum_lines * kLine;
+        panel.sum_lines = sum_lines;
+      }
+      bool is_done = false;
+      if constexpr (Multiply::kWorksBeside) {
+        if (waiting.row < waiting.end) {
+          const int64_t count = tiles_of(waiting.end - waiting.row, panel.tiles);
+          multiply(packed, num_rows, panel, sums, [&] { waiting.put(count, put); });
+          is_done = true;
+        }
+      }
+      if (!is_done) multiply(packed, num_rows, panel, sums, Nothing{});
+      if (end == all_tiles) waiting = {sums, row, row + num_rows};
+      if (!Multiply::kWorksBeside) waiting.put(kGroupRows, put);
     }
   }
+  waiting.put(kGroupRows, put);
 }
 
 // Some rows with a panel, by the fastest instruction of this machine.
 template <typename Dot>
 void multiply_by_dots(bool amx, const Byte* rows, int num_rows, const Panel& panel, Sums& sums) {
 #if defined(SGLP_HAS_AMX)
-  if (amx) return multiply_amx<Dot>(rows, num_rows, panel, sums);
+  if (amx) return AmxMultiplication<Dot>{}(rows, num_rows, panel, sums, Nothing{});
 #endif
-  multiply_avx512<Dot>(rows, num_rows, panel, sums);
+  VectorMultiplication<Dot>{}(rows, num_rows, panel, sums, Nothing{});
 }
 
 // `run_panel` by the fastest instruction of this machine.
-template <typename Dot, typename Done>
+template <typename Dot, typename Put>
 void run_by_dots(bool amx, const Product& product, const RowGroups& rows, int64_t index,
-                 const Done& done) {
+                 const Put& put) {
 #if defined(SGLP_HAS_AMX)
-  if (amx) return run_panel(product, rows, index, multiply_amx<Dot>, done);
+  if (amx) return run_panel(product, rows, index, AmxMultiplication<Dot>{}, put);
 #endif
-  run_panel(product, rows, index, multiply_avx512<Dot>, done);
+  run_panel(product, rows, index, VectorMultiplication<Dot>{}, put);
 }
 
 inline bool use_amx() {

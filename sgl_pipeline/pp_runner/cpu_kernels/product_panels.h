@@ -10,10 +10,16 @@
 
 #pragma once
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <vector>
+#include <memory>
+#include <new>
 
 #include "amx.h"
 #include "exports.h"
@@ -31,11 +37,15 @@ constexpr int kLine = 64;   // bytes
 constexpr int kTile = kBlock * kLine;
 constexpr int kGroupRows = 2 * kBlock;  // rows that share the loads of a panel
 // Of packed rows as many bytes stay in the L2 cache, beside sums and what is prefetched.
-constexpr int64_t kPackedRowsBytes = 5 << 18;
+constexpr int64_t kPackedRowsBytes = 3 << 18;
 constexpr int64_t kRowsAtOnce = 256;
 // Sums that wait take no more, but for a single group of rows: the memory is kept for the next call.
 constexpr int64_t kWaitingSumsBytes = 32 << 20;
 constexpr int64_t kTilesAtOnce = 16;  // of each block of a panel, in the L1 cache for all rows
+// A result of more rows and bytes goes past the caches, which it would leave before it is read.
+constexpr int64_t kCachedRows = 64;
+constexpr int64_t kCachedBytes = 1 << 20;
+constexpr int64_t kHugePage = 2 << 20;  // bytes
 
 int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
@@ -52,9 +62,16 @@ struct Product {
   BFloat16* out;           // [num_rows, outputs]
 
   int64_t input_tiles() const { return tiles_of(inputs, tile_inputs); }
+  // From sixteen packed rows to the next: an odd multiple of kTilesAtOnce, so that the same part of
+  // all rows spreads over all sets of the L2 cache.
+  int64_t row_tiles() const { return (tiles_of(input_tiles(), kTilesAtOnce) | 1) * kTilesAtOnce; }
   int64_t blocks() const { return tiles_of(outputs, kBlock) * (gated ? 2 : 1); }
   int panel_outputs() const { return gated ? kBlock : 2 * kBlock; }
   int64_t panels() const { return tiles_of(blocks(), 2); }
+  bool passes_caches() const {
+    return num_rows > kCachedRows && num_rows * outputs * int64_t{sizeof(BFloat16)} > kCachedBytes &&
+           outputs % (2 * kBlock) == 0 && reinterpret_cast<uintptr_t>(out) % kLine == 0;
+  }
   const Byte* block(int64_t index) const {
     return static_cast<const Byte*>(weight) +
            std::min(index, blocks() - 1) * input_tiles() * tile_bytes;
@@ -63,6 +80,9 @@ struct Product {
 
 // The sums of up to 32 rows with a panel.
 typedef float Sums[kGroupRows][2 * kBlock];
+
+// Half a line of a row's result, which waits for the other half.
+typedef BFloat16 HalfLine[kBlock];
 
 // Rows [first, end), held packed, with a place for the sums of each group of them. Of their inputs
 // the parts [first_part, end_part) are multiplied, and added to the sums of the parts before.
@@ -74,6 +94,8 @@ struct RowGroups {
   const Byte* packed;
   const float* scales;  // of each row, one or more
   Sums* sums;
+  const Sums* next_sums;  // those of the next panel, where they wait in memory; or null
+  HalfLine* half_lines;   // of each row, from a panel of an even number to the next
 };
 
 // What stands beside the outputs of a panel in an array of one number for each, gates first.
@@ -129,44 +151,103 @@ inline Vec rounded(Vec vec) {
   return vec;
 }
 
-// Adds the bias, gates where asked to, rounds, and stores what belongs to a row of the result.
-// `value(row, block)` gives the sums of 16 outputs of a row.
-template <typename Value>
-void finish(const Product& product, int64_t first_row, int num_rows, int64_t panel,
-            const Value& value) {
-  const PanelOutputs outputs(product, panel);
-  Vec biases[2] = {};
-  if (product.bias != nullptr) outputs.load_both(product.bias, biases);
-  for (int row = 0; row < num_rows; ++row) {
-    BFloat16* const target = product.out + (first_row + row) * product.outputs + outputs.begin;
-    const Vec low = value(row, 0) + biases[0], high = value(row, 1) + biases[1];
-    if (product.gated) {
-      store(target, silu(low) * high, outputs.count);
-    } else {
-      store(target, low, outputs.low_count);
-      store(target + kBlock, high, outputs.high_count);
+// A panel's share of the rows of a result.
+class ResultPanel {
+ public:
+  ResultPanel(const Product& product, const RowGroups& rows, int64_t panel)
+      : product_(product),
+        outputs_(product, panel),
+        place_(place_of(product, panel)),
+        half_lines_(rows.half_lines - rows.first) {
+    if (product.bias != nullptr) outputs_.load_both(product.bias, biases_);
+  }
+
+  // Adds the bias to a row's sums of both blocks, gates where asked to, rounds, and stores.
+  __attribute__((always_inline)) void put(int64_t row, Vec low, Vec high) const {
+    BFloat16* const target = product_.out + row * product_.outputs + outputs_.begin;
+    low += biases_[0];
+    high += biases_[1];
+    if (product_.gated) low = silu(low) * high;
+    switch (place_) {
+      case kCache:
+        if (product_.gated) return store(target, low, outputs_.count);
+        store(target, low, outputs_.low_count);
+        return store(target + kBlock, high, outputs_.high_count);
+      case kFirstHalf:
+        return store(half_lines_[row], low);
+      case kSecondHalf:
+        return stream(target - kBlock, load(half_lines_[row]), low);
+      case kLine:
+        return stream(target, low, high);
     }
   }
+
+ private:
+  // The second and third: a gated panel has half a line, and waits for its neighbor.
+  enum Place { kCache, kFirstHalf, kSecondHalf, kLine };
+
+  static Place place_of(const Product& product, int64_t panel) {
+    if (!product.passes_caches()) return kCache;
+    return !product.gated ? kLine : panel % 2 == 0 ? kFirstHalf : kSecondHalf;
+  }
+
+  // Past the caches, as a line that is written there is read from memory first.
+  static void stream(BFloat16* target, Vec low, Vec high) {
+    BFloat16 line[2 * kBlock];
+    store(line, low);
+    store(line + kBlock, high);
+    __m512i words;
+    std::memcpy(&words, line, sizeof(words));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target), words);
+  }
+
+  const Product& product_;
+  const PanelOutputs outputs_;
+  const Place place_;
+  HalfLine* const half_lines_;
+  Vec biases_[2] = {};
+};
+
+// Puts rows of the result. `value(row, block)` gives the sums of 16 outputs of a row.
+template <typename Value>
+void finish(const Product& product, const RowGroups& rows, int64_t first_row, int num_rows,
+            int64_t panel, const Value& value) {
+  const ResultPanel result(product, rows, panel);
+  for (int row = 0; row < num_rows; ++row) result.put(first_row + row, value(row, 0), value(row, 1));
 }
 
-// Memory that keeps its size from call to call, aligned as tiles want it.
+// Memory that keeps its size from call to call, aligned as tiles want it. A large one has huge pages:
+// small ones lie anywhere, and share the sets of the L2 cache unequally.
 class Workspace {
  public:
   template <typename T>
   T* at_least(int64_t bytes) {
-    if (bytes > static_cast<int64_t>(lines_.size() * sizeof(Line)))
-      lines_.resize(tiles_of(bytes, sizeof(Line)));
-    return reinterpret_cast<T*>(lines_.data());
+    if (bytes > size_) grow(bytes);
+    return static_cast<T*>(memory_.get());
   }
 
  private:
-  struct Line {
-    alignas(kLine) char bytes[kLine];
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
   };
-  std::vector<Line> lines_;
+
+  void grow(int64_t bytes) {
+    const int64_t alignment = bytes > kHugePage / 4 ? kHugePage : kLine;
+    size_ = tiles_of(bytes, alignment) * alignment;
+    memory_.reset();
+    memory_.reset(std::aligned_alloc(alignment, size_));
+    if (memory_ == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+    if (alignment == kHugePage) madvise(memory_.get(), size_, MADV_HUGEPAGE);
+#endif
+  }
+
+  std::unique_ptr<void, Free> memory_;
+  int64_t size_ = 0;
 };
 
-thread_local Workspace rows_workspace, scales_workspace, sums_workspace, all_sums_workspace;
+thread_local Workspace rows_workspace, scales_workspace, sums_workspace, all_sums_workspace,
+    half_lines_workspace;
 
 // Rows that are packed together: fewer than could be where the sums of so many would take too much
 // memory while they wait.
@@ -188,10 +269,10 @@ inline int64_t rows_at_once(const Product& product) {
 template <typename Arithmetic>
 void run_product(const Arithmetic& arithmetic, int num_threads) {
   const Product& product = arithmetic.product;
-  const int64_t row_bytes = product.input_tiles() * kLine, per_row = arithmetic.scales_per_row();
+  const int64_t row_bytes = product.row_tiles() * kLine, per_row = arithmetic.scales_per_row();
   const int64_t packed_rows = rows_at_once(product);
   const int64_t parts = arithmetic.parts();
-  const int64_t rounds = tiles_of(packed_rows * row_bytes, kPackedRowsBytes);
+  const int64_t rounds = tiles_of(packed_rows * product.input_tiles() * kLine, kPackedRowsBytes);
   const int64_t parts_at_once = tiles_of(parts, std::clamp<int64_t>(rounds, 1, parts));
   const int64_t groups = tiles_of(packed_rows, kGroupRows);
   const bool is_whole = parts_at_once >= parts;
@@ -219,6 +300,13 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
       reserve();
     }
     Sums* const own_sums = sums_workspace.at_least<Sums>(groups * sizeof(Sums));
+    HalfLine* const half_lines =
+        half_lines_workspace.at_least<HalfLine>(packed_rows * sizeof(HalfLine));
+    const auto run = [&](int64_t panel, RowGroups rows) {
+      rows.sums = is_whole ? own_sums : all_sums + panel * groups;
+      if (!is_whole && panel + 1 < product.panels()) rows.next_sums = rows.sums + groups;
+      arithmetic.run(rows, panel);
+    };
     for (int64_t first = 0; first < product.num_rows; first += packed_rows) {
       const int64_t end = std::min(first + packed_rows, product.num_rows);
       if (is_shared) {
@@ -229,13 +317,17 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
       }
       for (int64_t part = 0; part < parts; part += parts_at_once) {
         const int64_t end_part = std::min(part + parts_at_once, parts);
-        // A panel is the same thread's for all parts, which need not wait for one another.
+        const RowGroups rows{first,  end,     part,    end_part,  packed,
+                             scales, nullptr, nullptr, half_lines};
+        // A panel is the same thread's for all parts, which need not wait for one another, and so
+        // are two neighbors, which share lines of a gated result.
 #pragma omp for schedule(static) nowait
-        for (int64_t panel = 0; panel < product.panels(); ++panel)
-          arithmetic.run(RowGroups{first, end, part, end_part, packed, scales,
-                                   is_whole ? own_sums : all_sums + panel * groups},
-                         panel);
+        for (int64_t pair = 0; pair < tiles_of(product.panels(), 2); ++pair) {
+          run(2 * pair, rows);
+          if (2 * pair + 1 < product.panels()) run(2 * pair + 1, rows);
+        }
       }
+      _mm_sfence();  // no order but this one holds for what goes past the caches
 #pragma omp barrier
     }
     arithmetic.close();

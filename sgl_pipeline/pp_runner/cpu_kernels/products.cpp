@@ -23,11 +23,10 @@ struct BFloat16Product {
   }
 
   void run(const RowGroups& rows, int64_t panel) const {
-    const auto done = [&](int64_t first_row, int num_rows, const Sums& sums) {
-      finish(product, first_row, num_rows, panel,
-             [&](int row, int block) { return load(&sums[row][block * kBlock]); });
-    };
-    run_by_dots<BFloat16Dot>(amx, product, rows, panel, done);
+    const ResultPanel result(product, rows, panel);
+    run_by_dots<BFloat16Dot>(amx, product, rows, panel, [&](int64_t row, const float* sums) {
+      result.put(row, load(sums), load(sums + kBlock));
+    });
   }
 };
 

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "rows_ahead.h"
 #include "vectors.h"
 
 namespace {
@@ -45,15 +46,10 @@ struct TileProduct {
 struct RowTile {
   const BFloat16* first;
   int64_t row_bytes;
-  const BFloat16* next;         // where their counterparts in the tile that is read next lie, at
-  const int64_t* next_offsets;  // these offsets; null: nothing is read next
+  RowsAhead* ahead;  // asked for meanwhile (null: nothing)
 
-  // Asks for a quarter of the counterparts' numbers from `line` * kDepth on. Quarters are to be
-  // spread over the work on a line: requests that come at once do not all get as far as the L2.
-  void prefetch_next(int line, int quarter) const {
-    if (next_offsets == nullptr) return;
-    for (int row = 4 * quarter; row < 4 * quarter + 4; ++row)
-      __builtin_prefetch(next + next_offsets[row] + line * kDepth, 0, 2);
+  void ask() const {
+    if (ahead != nullptr) ahead->ask();
   }
 };
 

@@ -66,6 +66,8 @@ struct TileState {
   std::vector<Line> row_copies;  // [2, 16, depth_lines or value_lines]
   DecodedTile<BFloat16, kTileKeys> decoded_keys;
   DecodedTile<BFloat16, kTileKeys> decoded_values;
+  RowsAhead keys_ahead;
+  RowsAhead values_ahead;
   std::vector<Line> queries;     // [lanes, depth_lines]
   std::vector<Vec> outputs;      // [lanes, output_vectors], not yet divided by the sums
   std::vector<Vec> sums;         // [lanes], one partial sum for each vector position
