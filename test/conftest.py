@@ -43,14 +43,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFolders
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that the workers of `make test` and `make test-servers`
-    end together: those that share servers, then those that start processes. The order is otherwise
-    as collected.
+    end together: those that share servers, then those that start processes, then those with slow
+    tests. The order is otherwise as collected.
 
     A machine without a C++ compiler serves through the torch path, and is tested on it.
     """
-    starting = {item.path for item in items if item.get_closest_marker("multiproc")}
+    starting, slow = (
+        {item.path for item in items if item.get_closest_marker(mark)}
+        for mark in ("multiproc", "slow")
+    )
     items.sort(
-        key=lambda item: (not item.nodeid.startswith(SHARED_SERVERS), item.path not in starting)
+        key=lambda item: (
+            not item.nodeid.startswith(SHARED_SERVERS),
+            item.path not in starting,
+            item.path not in slow,
+        )
     )
     try:
         find_compiler()

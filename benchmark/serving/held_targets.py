@@ -16,12 +16,13 @@ the least prefill (TPOT) or the most (TTFT) would meet it as the policy predicts
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
 
 from benchmark.serving.held_targets_plot import draw
+from benchmark.serving.reached_targets import POLICY, Reached, Setting
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.engines import parse_engine, running
@@ -37,68 +38,20 @@ from benchmark.support.measured_runs import (
 from benchmark.support.other_work import ProcessorTimes
 from benchmark.support.paths import SCRATCH
 from benchmark.support.recorded_run import recorded_requests, run_figures, slowness_of
-from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
-from sgl_pipeline.goodput import LatencyTarget, RequestLatency, goodput
+from sgl_pipeline.args import SchedulingArgs
+from sgl_pipeline.goodput import RequestLatency, goodput
 from sgl_pipeline.records.trace import StepRecord, TraceWriter
 from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 
 POOL_TOKENS = 32_768
 # A split that was measured anew by each start could differ between the servers.
 ENGINE = f"ours --pp 2 --pp-layer-partition 9,7 --max-total-tokens {POOL_TOKENS}"
-POLICY = "throttle-time"
 # Steps of all sizes, and enough of them: the policy is in force after the first 256.
 WARM_UPS = (
     Load(num_requests=16, input_tokens=384, output_tokens=32, seed=7),
     Load(num_requests=16, input_tokens=128, output_tokens=128, requests_per_s=1.5, seed=8),
 )
 FEWEST_REQUESTS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """The targets of one server, in milliseconds."""
-
-    tpot_ms: float | None = None
-    ttft_ms: float | None = None
-
-    @property
-    def flags(self) -> str:
-        """Empty without a target."""
-        flags = {"--target-tpot-ms": self.tpot_ms, "--target-ttft-ms": self.ttft_ms}
-        return " ".join(f"{flag} {ms:g}" for flag, ms in flags.items() if ms is not None)
-
-    @property
-    def name(self) -> str:
-        return self.flags.removeprefix("--target-") or "no target"
-
-    @property
-    def target(self) -> LatencyTarget:
-        return LatencyTarget(
-            ttft_ms=self.ttft_ms or float("inf"), tpot_ms=self.tpot_ms or float("inf")
-        )
-
-    @property
-    def throttle(self) -> ThrottleArgs:
-        return ThrottleArgs(policy=POLICY, target_tpot_ms=self.tpot_ms, target_ttft_ms=self.ttft_ms)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
-    """The result of one load. `missed_steps[t]` is the share of the steps that named target `t` as
-    missed, `late_requests` the share of requests beyond a target that there was, and
-    `by_time_share` that of the steps which the policy limited by time."""
-
-    setting: Setting
-    source: str  # "server" or "simulator"
-    rate_per_s: float
-    tpot_p50_ms: float
-    tpot_p95_ms: float
-    ttft_p50_ms: float
-    ttft_p95_ms: float
-    tokens_per_s: float
-    missed_steps: dict[str, float]
-    late_requests: float
-    by_time_share: float
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,12 +5,10 @@ Solid lines are the server, dashed ones the simulator; a target is a dotted line
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmark.figures.style import PALETTE, PLOT_STYLE
-
-if TYPE_CHECKING:
-    from benchmark.serving.held_targets import Reached, Setting
+from benchmark.serving.reached_targets import Reached, Setting
 
 LINES = {"server": "-", "simulator": "--"}
 # The latency of each row, and the target of each column.
@@ -18,7 +16,7 @@ LATENCIES = {"TPOT": "tpot_p95_ms", "TTFT": "ttft_p95_ms"}
 TARGETS = {"TPOT": "tpot_ms", "TTFT": "ttft_ms"}
 
 
-def draw(reached: Sequence["Reached"], path: Path) -> None:
+def draw(reached: Sequence[Reached], path: Path) -> None:
     """Writes an SVG."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -38,7 +36,7 @@ def draw(reached: Sequence["Reached"], path: Path) -> None:
         canvas.savefig(path)
 
 
-def _settings(reached: Sequence["Reached"], target: str) -> list["Setting"]:
+def _settings(reached: Sequence[Reached], target: str) -> list[Setting]:
     """The settings with this target, after the one without any."""
     settings = dict.fromkeys(one.setting for one in reached)
     return [one for one in settings if not one.flags or getattr(one, TARGETS[target]) is not None]
@@ -46,8 +44,8 @@ def _settings(reached: Sequence["Reached"], target: str) -> list["Setting"]:
 
 def _draw_panel(
     axes: Any,
-    reached: Sequence["Reached"],
-    settings: Sequence["Setting"],
+    reached: Sequence[Reached],
+    settings: Sequence[Setting],
     target: str,
     latency: str,
 ) -> None:

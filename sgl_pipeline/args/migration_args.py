@@ -40,7 +40,7 @@ class MigrationArgs:
     window_steps: int = our_flag(
         25,
         "--migration-window",
-        help="Steps over which the planner must be of one mind before it moves layers.",
+        help="Latest steps by whose work the planner judges a split.",
     )
     timeout_s: float = our_flag(
         60.0,

@@ -47,7 +47,10 @@ def read_tenant_weights(text: str) -> dict[str, float]:
     try:
         weights = json.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"{place} is no JSON: {error}") from error
+        raise ConfigurationError(
+            f"{place} {text!r:.60} is not JSON ({error}); it must be an object of names and "
+            f'weights, as {{"alice": 3}}'
+        ) from error
     require(
         isinstance(weights, dict),
         f'{place} must be an object of names and weights, as {{"alice": 3}}',

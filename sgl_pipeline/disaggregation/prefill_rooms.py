@@ -12,8 +12,8 @@ three. What arrives of a session that is over has no effect.
 
 from dataclasses import dataclass
 
+from sgl_pipeline.disaggregation.decode_sessions import DecodeSessions
 from sgl_pipeline.disaggregation.half_rooms import MOST_REMEMBERED, HalfRooms
-from sgl_pipeline.disaggregation.heartbeat import Heartbeat
 from sgl_pipeline.disaggregation.identity import ServerIdentity
 from sgl_pipeline.disaggregation.lent_rooms import UNUSED_S, LentRooms
 from sgl_pipeline.disaggregation.room_counts import RoomCounts
@@ -24,11 +24,6 @@ from sgl_pipeline.disaggregation.room_messages import (
     FromDecode,
     FromPrefill,
     Got,
-    PeerHello,
-    PeerRejected,
-    PeerStages,
-    PeerWelcome,
-    Ping,
     Ready,
     Want,
 )
@@ -56,22 +51,6 @@ class _Room:
     ready_s: float | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Session:
-    """A decode server. Until `is_known` it has not said who it is, or it `is_rejected`: then it can
-    end rooms and do nothing else."""
-
-    heartbeat: Heartbeat
-    is_known: bool = False
-    is_rejected: bool = False
-
-    def may_say(self, message: FromDecode) -> bool:
-        """True if this is the moment for the message."""
-        if isinstance(message, PeerHello):
-            return True
-        return self.is_known or (self.is_rejected and isinstance(message, Got | End))
-
-
 class PrefillRooms:
     """All rooms of one `scheduler`, which is that of a prefill server from now on.
 
@@ -88,9 +67,7 @@ class PrefillRooms:
     ) -> None:
         self._scheduler, self._tier = scheduler, scheduler.tier
         self._held = scheduler.tier.held
-        self._identity, self._limits = identity, limits
-        self._stages, self._epoch = stages, 0
-        self._sessions: dict[int, _Session] = {}
+        self._limits = limits
         self._rooms: dict[int, _Room] = {}
         self._halves = HalfRooms(limits.bootstrap_timeout_s)
         self._next_tick_s = float("-inf")
@@ -98,6 +75,9 @@ class PrefillRooms:
         self.closing: list[int] = []
         self.failed: list[Request] = []
         self.counts = RoomCounts()
+        self._sessions = DecodeSessions(
+            identity, limits.silence_s, stages, self._tier.lent, self.outbox
+        )
         self.leases = LentRooms(self._tier.lent, self.outbox)
         self._tier.compute_for_peers(identity.digest, limits.held_share)
         if limits.lends:
@@ -131,37 +111,25 @@ class PrefillRooms:
 
     def use_stages(self, stages: tuple[PeerStage, ...]) -> None:
         """Pages are offered by `stages` from now on."""
-        if stages == self._stages:
-            return
-        self._stages = stages
-        self._epoch += 1
-        lent_tokens = self._tier.lent.most_tokens
-        news = PeerStages(epoch=self._epoch, stages=stages, lent_tokens=lent_tokens)
-        self.outbox += [(one, news) for one, session in self._sessions.items() if session.is_known]
+        self._sessions.use_stages(stages)
 
     def connected(self, session: int, now_s: float) -> None:
         """A decode server has dialed."""
-        self._sessions[session] = _Session(Heartbeat(now_s, self._limits.silence_s))
+        self._sessions.connected(session, now_s)
 
     def disconnected(self, session: int, reason: str, now_s: float) -> None:
         """A stream has ended."""
         self._take_ended(now_s)
-        if self._sessions.pop(session, None) is not None:
+        if self._sessions.disconnected(session):
             self._lose(session, reason, now_s)
 
     def take(self, session: int, message: FromDecode, now_s: float) -> None:
         """A message of a decode server."""
         self._take_ended(now_s)
         self._take_offers(now_s)  # what is lost is not ready
-        known = self._sessions.get(session)
-        if known is None:
+        if not self._sessions.hear(session, message, now_s):
             return
-        known.heartbeat.heard(now_s)
-        if not known.may_say(message):
-            self._reject(session, "it has not said who it is")
-        elif isinstance(message, PeerHello):
-            self._greet(session, known, message)
-        elif isinstance(message, Want):
+        if isinstance(message, Want):
             self._want(session, message.room, now_s)
         elif isinstance(message, Borrow):
             self._borrow(session, message, now_s)
@@ -180,13 +148,9 @@ class PrefillRooms:
         self._next_tick_s = now_s + _TICK_S
         self._end_late(now_s)
         self._make_room(now_s)
-        for number, session in [*self._sessions.items()]:
-            if session.heartbeat.is_dead(now_s):
-                self.closing.append(number)
-                del self._sessions[number]
-                self._lose(number, "it is silent", now_s)
-            elif session.heartbeat.is_due(now_s):
-                self.outbox.append((number, Ping()))
+        for session in self._sessions.end_silent(now_s):
+            self.closing.append(session)
+            self._lose(session, "it is silent", now_s)
 
     # Queries
 
@@ -204,7 +168,7 @@ class PrefillRooms:
     @property
     def num_peers(self) -> int:
         """Decode servers that are connected."""
-        return sum(session.is_known for session in self._sessions.values())
+        return self._sessions.num_known
 
     @property
     def num_unwanted(self) -> int:
@@ -212,25 +176,6 @@ class PrefillRooms:
         return sum(room.session is None for room in self._rooms.values())
 
     # Inside
-
-    def _greet(self, session: int, known: _Session, hello: PeerHello) -> None:
-        refusal = self._identity.refusal(hello)
-        if refusal is not None:
-            known.is_rejected = True
-            self._reject(session, refusal)
-            return
-        known.is_known = True
-        welcome = PeerWelcome(
-            name=self._identity.name,
-            epoch=self._epoch,
-            stages=self._stages,
-            lent_tokens=self._tier.lent.most_tokens,
-        )
-        self.outbox.append((session, welcome))
-
-    def _reject(self, session: int, reason: str) -> None:
-        """The decode server closes the stream when it has read why, or is silent."""
-        self.outbox.append((session, PeerRejected(reason)))
 
     def _want(self, session: int, number: int, now_s: float) -> None:
         if (failure := self._halves.failure(number)) is not None:

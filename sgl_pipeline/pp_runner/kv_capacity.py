@@ -86,29 +86,13 @@ def kv_page_capacity(
     """
     args = assignment.args
     shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
-    layers = assignment.plan.layers_of(assignment.stage)
-    own_layers = len(layers)
-    num_layers = assignment.max_layers or own_layers
-    most = most_layers([one is not None for one in spec.states], num_layers)
-    if assignment.max_layers:
-        page_bytes = most.with_pages * largest_page_bytes(shapes)
-    else:
-        page_bytes = kv_page_bytes(shapes, layers)
-    slot_bytes = _slot_bytes(assignment, spec, most.with_states)
-    num_slots = args.num_state_slots if spec.has_states else 0
-    if device.type == "cuda":
-        assert isinstance(spec, DecoderSpec), "StageArgs refuse the others on a GPU"
-        weights_here = own_layers + len(assignment.spare_layers)
-        reserved_bytes = max(0, num_layers - weights_here) * layer_bytes
-        room = _gpu_room(assignment, spec, shapes, measure, num_layers, reserved_bytes)
-    else:
-        # All stages measure before any allocates, and all take from the same memory. Pages of a
-        # layer take the same memory on any stage.
-        share_bytes = available_memory_bytes() * num_layers // assignment.plan.num_layers
-        room = KvRoom(share_bytes, has_more=False)
+    num_layers = assignment.max_layers or len(assignment.plan.layers_of(assignment.stage))
+    page_bytes, slot_bytes = _bytes_of_one(assignment, spec, shapes)
+    room = _room(assignment, spec, shapes, measure, num_layers, layer_bytes)
     tokens = args.max_total_tokens
     if tokens is None and device.type == "cpu":
         tokens = DEFAULT_CPU_KV_TOKENS
+    num_slots = args.num_state_slots if spec.has_states else 0
     if slot_bytes:
         assert tokens is not None, "StageArgs refuse states on a GPU"
         if assignment.fewer_pages_do:
@@ -140,15 +124,43 @@ def kv_page_capacity(
     return KvCapacity(num_pages, page_bytes, num_slots)
 
 
-def _slot_bytes(assignment: StageAssignment, spec: ModelSpec, most_layers_with_states: int) -> int:
-    """Bytes of the states of a slot in all of the stage's layers that have some, with those that
-    may come."""
-    if spec.state is None:
-        return 0
+def _bytes_of_one(
+    assignment: StageAssignment, spec: ModelSpec, shapes: Sequence[AttentionShape]
+) -> tuple[int, int]:
+    """Bytes of a page and of a state slot in all of the stage's layers, with those that may
+    come."""
     layers = assignment.plan.layers_of(assignment.stage)
-    own = sum(spec.state_of(layer) is not None for layer in layers)
-    num_layers = most_layers_with_states if assignment.max_layers else own
-    return num_layers * spec.state.bytes_per_slot(assignment.args.dtype)
+    have_states = [one is not None for one in spec.states]
+    num_states = sum(have_states[layer] for layer in layers)
+    page_bytes = kv_page_bytes(shapes, layers)
+    if assignment.max_layers:
+        most = most_layers(have_states, assignment.max_layers)
+        num_states = most.with_states
+        page_bytes = most.with_pages * largest_page_bytes(shapes)
+    state_bytes = 0 if spec.state is None else spec.state.bytes_per_slot(assignment.args.dtype)
+    return page_bytes, num_states * state_bytes
+
+
+def _room(
+    assignment: StageAssignment,
+    spec: ModelSpec,
+    shapes: Sequence[AttentionShape],
+    measure: Callable[[torch.device], CardMemory],
+    num_layers: int,
+    layer_bytes: int,
+) -> KvRoom:
+    """The room for the pages and states of `num_layers` layers, beside the weights of those that
+    may come, of `layer_bytes` each."""
+    plan = assignment.plan
+    if shapes[0].device.type == "cuda":
+        assert isinstance(spec, DecoderSpec), "StageArgs refuse the others on a GPU"
+        weights_here = len(plan.layers_of(assignment.stage)) + len(assignment.spare_layers)
+        reserved_bytes = max(0, num_layers - weights_here) * layer_bytes
+        return _gpu_room(assignment, spec, shapes, measure, num_layers, reserved_bytes)
+    # All stages measure before any allocates, and all take from the same memory. Pages of a layer
+    # take the same memory on any stage.
+    share_bytes = available_memory_bytes() * num_layers // plan.num_layers
+    return KvRoom(share_bytes, has_more=False)
 
 
 def _no_room_message(

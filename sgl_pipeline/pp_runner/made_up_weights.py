@@ -10,7 +10,8 @@ PATTERN_LENGTH = 1_000_003
 
 
 class MadeUpWeights:
-    """A `WeightSource` whose tensors repeat some random numbers, as fast as memory is written."""
+    """A `WeightSource` whose tensors repeat some random numbers, as fast as memory is written; on
+    torch's meta device they have sizes alone."""
 
     is_made_up = True
 
@@ -33,8 +34,9 @@ class MadeUpWeights:
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(math.prod(shape), dtype=self.dtype, device=self.device)
-        for part in tensor.split(PATTERN_LENGTH):
-            part.copy_(self._pattern[: part.numel()])
+        if not tensor.is_meta:
+            for part in tensor.split(PATTERN_LENGTH):
+                part.copy_(self._pattern[: part.numel()])
         self.loaded[name] = tensor.nbytes
         return tensor.view(shape)
 

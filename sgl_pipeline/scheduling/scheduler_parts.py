@@ -12,10 +12,10 @@ from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling.admission import Admission
 from sgl_pipeline.scheduling.age_limit import RequestAges
-from sgl_pipeline.scheduling.arrivals import Arrivals
 from sgl_pipeline.scheduling.cache_order import order_maker
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.drafts import Drafts
+from sgl_pipeline.scheduling.entry_rules import EntryRules
 from sgl_pipeline.scheduling.explanation import RequestExplainer
 from sgl_pipeline.scheduling.fair_shares import FairShares
 from sgl_pipeline.scheduling.kv_tier import KvTier
@@ -45,7 +45,7 @@ from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 class SchedulerParts:
     """The parts that a `StepScheduler` calls; `shares` is None where there is one tenant."""
 
-    arrivals: Arrivals
+    entry_rules: EntryRules
     admission: Admission
     waiting: WaitingQueue
     running: RunningRequests
@@ -102,7 +102,7 @@ def build_parts(
     reserve = DecodeReserve(args.page_size, in_flight.limit)
     ages = RequestAges(args.waiting_timeout_s, args.running_timeout_s)
     return SchedulerParts(
-        arrivals=Arrivals(args, limits, waiting),
+        entry_rules=EntryRules(args, limits, waiting),
         admission=Admission(
             *held,
             preemption,

@@ -23,7 +23,7 @@ from sgl_pipeline.args import ACCOUNTINGS, Accounting, SchedulingArgs
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.microbatch import Chunk, Microbatch
 from sgl_pipeline.requests import FinishReason, LogprobRows, Request, RequestState, TokenEvent
-from sgl_pipeline.scheduling.arrivals import DISPLACED
+from sgl_pipeline.scheduling.entry_rules import DISPLACED
 from sgl_pipeline.scheduling.explanation import Explanation
 from sgl_pipeline.scheduling.offloaded_requests import leases_last
 from sgl_pipeline.scheduling.outlook import Outlook
@@ -74,7 +74,7 @@ class StepScheduler:
             log=log,
             finish=self._finish,
         )
-        self._arrivals, self._admission = parts.arrivals, parts.admission
+        self._entry_rules, self._admission = parts.entry_rules, parts.admission
         self._waiting, self._running = parts.waiting, parts.running
         self._pages, self._in_flight = parts.pages, parts.in_flight
         self._preemption, self._decode_reserve = parts.preemption, parts.decode_reserve
@@ -100,10 +100,10 @@ class StepScheduler:
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already being served")
-        displaced = self._arrivals.displaced_by(request)
+        displaced = self._entry_rules.displaced_by(request)
         if displaced is not None:
             self.abort(displaced.request_id, DISPLACED)
-        self._arrivals.give_place(request)
+        self._entry_rules.give_place(request)
         self._requests[request.request_id] = request
         self._waiting.add(request)
         self._ages.waits(request, request.arrival_s)
@@ -114,7 +114,7 @@ class StepScheduler:
 
         No request is displaced for it; `add` will look again.
         """
-        self._arrivals.check(request, num_held)
+        self._entry_rules.check(request, num_held)
 
     def abort(self, request_id: str, reason: FinishReason) -> Request | None:
         """Ends a request in any state; None if it is not (or no longer) served.
@@ -262,7 +262,7 @@ class StepScheduler:
         if num_pages == self._pages.num_pages:
             return []
         self._pages.resize(num_pages)
-        self._arrivals.limits = self.limits.with_pool(num_pages * self.args.page_size)
+        self._entry_rules.limits = self.limits.with_pool(num_pages * self.args.page_size)
         refused = [(one, self.limits.refusal(one)) for one in self.requests()]
         unfit = [(request, reason) for request, reason in refused if reason is not None]
         for request, reason in unfit:
@@ -274,7 +274,7 @@ class StepScheduler:
     @property
     def limits(self) -> RequestLimits:
         """The lengths that every request must keep to."""
-        return self._arrivals.limits
+        return self._entry_rules.limits
 
     @property
     def next_step_id(self) -> int:

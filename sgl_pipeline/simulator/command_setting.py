@@ -88,7 +88,9 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         help=f"a shipped trace ({', '.join(SHIPPED)}) or a CSV with the columns input_tokens, "
         "output_tokens and perhaps arrival_s",
     )
-    parser.add_argument("--requests", type=int, help="take the first so many of the trace")
+    parser.add_argument(
+        "--requests", type=int, help="requests of the trace to take, from its start"
+    )
     parser.add_argument("--arrivals", choices=("poisson", "recorded"), default="poisson")
     parser.add_argument("--seed", type=int, default=0, help="of the Poisson arrivals")
     parser.add_argument(
@@ -159,7 +161,7 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         "--store-capacity-gb",
         type=positive,
         metavar="GB",
-        help="keep pages in a store of so many GB, empty at first; without it there is none",
+        help="size of a store of pages beyond the pool, empty at first; without it there is none",
     )
     parser.add_argument(
         "--store-read-gb-per-s",

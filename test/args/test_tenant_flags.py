@@ -32,7 +32,8 @@ def test_weights_are_read_from_the_line_or_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "--tenant-weights '{' is not JSON"),
+        ("gold=3", 'as {"alice": 3}'),
         ("[3]", "must be an object"),
         ('{"a": 0}', "the weight of 'a' must be a number from 0.001 to 1000, got 0"),
         ('{"a": true}', "got True"),

@@ -144,7 +144,7 @@ class RoomDriver:
             assert request.state is RequestState.WAITING, "a request that does not wait is expected"
         if isinstance(self.rooms, PrefillRooms):
             for room in self.rooms._rooms.values():
-                is_wanted = room.session in self.rooms._sessions or room.is_unneeded
+                is_wanted = room.session in self.rooms._sessions._sessions or room.is_unneeded
                 assert room.session is None or is_wanted, "a room of a session that is over"
         for load in self._tier.loads._loads.values():
             is_promised = load.request in arrivals._promised or not arrivals.holds(load.request)

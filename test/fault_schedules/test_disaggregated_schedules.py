@@ -52,6 +52,7 @@ LEAST = {
     "retractions": 0.1,
     "stores": 0.2,
     "offloaded": 0.25,
+    "accepted_drafts": 0.25,
     "ended_early": 0.08,
     REJECTED: 0.01,
 }
@@ -68,6 +69,8 @@ def test_schedules_hold_and_have_what_could_go_wrong(first: int) -> None:
             again = f"make fault-schedules WORLD=disaggregated SEEDS=1 FIRST={seed}"
             raise AssertionError(f"seed {seed} failed, again: {again}") from error
     assert [name for name in LEAST if counts[name] < LEAST[name] * SEEDS_A_TEST] == []
+    num_wrong = counts["drafted_tokens"] - counts["accepted_drafts"]
+    assert num_wrong > 0.25 * SEEDS_A_TEST
 
 
 def test_a_seed_replays_bit_for_bit() -> None:

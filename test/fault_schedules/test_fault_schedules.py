@@ -1,4 +1,4 @@
-"""A thousand random schedules hold, replay bit for bit, and find what is broken on purpose."""
+"""Random schedules find what is broken on purpose."""
 
 from collections.abc import Sequence
 
@@ -36,36 +36,8 @@ from sgl_pipeline.throttle import DecodeShare
 from sgl_pipeline.wire.stage_messages import FromWorker, StageReady, StageReport
 from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
 
-NUM_SEEDS = 1_000
 # Every mutation below is found much sooner.
 MOST_SEEDS = 200
-
-
-@pytest.mark.slow
-def test_a_thousand_schedules_hold() -> None:
-    outcomes = [run_seed(seed) for seed in range(NUM_SEEDS)]
-    # The schedules had what could go wrong.
-    assert sum(outcome.num_steps for outcome in outcomes) > 50 * NUM_SEEDS
-    assert sum(outcome.num_retractions for outcome in outcomes) > NUM_SEEDS
-    assert sum(outcome.num_aborts for outcome in outcomes) > 2 * NUM_SEEDS
-    assert sum(outcome.num_moves for outcome in outcomes) > NUM_SEEDS // 4
-    assert sum(outcome.num_abandoned_moves for outcome in outcomes) > NUM_SEEDS // 10
-    assert sum(outcome.num_lost_workers for outcome in outcomes) > NUM_SEEDS
-    assert sum(outcome.num_recoveries for outcome in outcomes) > NUM_SEEDS // 2
-    assert sum(outcome.num_replayed_tokens for outcome in outcomes) > 5 * NUM_SEEDS
-    assert sum(outcome.num_refusals for outcome in outcomes) > NUM_SEEDS // 5
-    assert sum(outcome.num_shrunk for outcome in outcomes) > NUM_SEEDS // 25
-    assert sum(outcome.num_grown for outcome in outcomes) > NUM_SEEDS // 50
-    assert sum(outcome.num_leaves for outcome in outcomes) > NUM_SEEDS // 2
-    assert sum(outcome.num_handovers for outcome in outcomes) > NUM_SEEDS // 4
-    assert sum(outcome.num_unfit for outcome in outcomes) > 0
-    assert 0 < sum(outcome.has_given_up for outcome in outcomes) < NUM_SEEDS // 4
-
-
-def test_a_seed_replays_bit_for_bit() -> None:
-    for seed in range(20):
-        assert run_seed(seed) == run_seed(seed)
-    assert len({run_seed(seed).digest for seed in range(20)}) == 20
 
 
 def matchable_before_the_step_is_back(patch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,13 @@ def has_tier(seed: int) -> bool:
     return Random(f"tiers {seed}").random() < TIER_SHARE
 
 
+def slots_of(seed: int) -> int:
+    """State slots of the world of `seed`; 0: its model has no states."""
+    if has_tier(seed):
+        return 0
+    return random_args(Random(seed), may_have_states=True).scheduling.num_state_slots
+
+
 def run_seed(seed: int) -> Outcome:
     """Makes the world of `seed` and lets it run to its end.
 

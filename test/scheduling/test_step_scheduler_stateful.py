@@ -25,7 +25,7 @@ from sgl_pipeline.errors import QueueFullError, RequestError
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.requests import FinishReason, Request
 from sgl_pipeline.scheduling.age_limit import RAN_TOO_LONG, WAITED_TOO_LONG
-from sgl_pipeline.scheduling.arrivals import DISPLACED
+from sgl_pipeline.scheduling.entry_rules import DISPLACED
 
 ABORTED = FinishReason("abort", message="the client went away")
 

@@ -29,7 +29,15 @@ def count_ties(
     output_ids: Sequence[int],
     sampling: SamplingSpec = GREEDY,
 ) -> int:
-    """`ties_of` the checkpoint `path`."""
+    """`ties_of` the checkpoint `path`. Many tests of a session compare the same tokens: each is
+    computed once."""
+    return _ties_of_checkpoint(path, tuple(prompt_ids), tuple(output_ids), sampling)
+
+
+@cache
+def _ties_of_checkpoint(
+    path: Path, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...], sampling: SamplingSpec
+) -> int:
     return ties_of(reference_model(path), prompt_ids, output_ids, sampling)
 
 

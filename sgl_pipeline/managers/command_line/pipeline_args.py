@@ -7,6 +7,7 @@ import argparse
 import logging
 import math
 import os
+from functools import partial
 
 from sgl_pipeline.args import (
     HOST_BACKEND,
@@ -28,17 +29,23 @@ from sgl_pipeline.args.flags import read_section
 from sgl_pipeline.args.scheduling_args import draft_tokens_of
 from sgl_pipeline.args.tenant_flags import API_KEY
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.layer_partition import even_layer_counts, parse_layer_partition
 from sgl_pipeline.managers.command_line.gpu_driver import why_gpu_is_unusable
 from sgl_pipeline.managers.command_line.model_choice import choose_model
 from sgl_pipeline.managers.command_line.model_files import resolve_dtype
-from sgl_pipeline.managers.command_line.state_slots import settle_state_slots, weight_file_bytes
+from sgl_pipeline.managers.command_line.state_slots import (
+    host_loads,
+    refuse_slots_without_states,
+    settle_state_slots,
+)
 from sgl_pipeline.managers.command_line.store_config_text import read_store_config
 from sgl_pipeline.managers.upstream.disaggregation_environment import (
     fields_of_environment,
     name_variables_of_other_transfers,
 )
 from sgl_pipeline.managers.upstream.upstream_checks import flag_of, upstream_defaults
-from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
+from sgl_pipeline.stage_plan import StagePlan
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +54,12 @@ GRAMMAR_BACKENDS = (None, "xgrammar", "none")
 
 
 def pipeline_of_model(
-    options: argparse.Namespace, model_path: str, load_format: str
+    options: argparse.Namespace, model_path: str, load_format: str, partition_source: str
 ) -> tuple[PipelineArgs, ModelSpec]:
     """All sections, and the spec of the model, whose own quantization `options` get.
+
+    Args:
+        partition_source: the flag or variable that asks for the layer partition.
 
     Raises ConfigurationError for a value that cannot be honored.
     """
@@ -66,24 +76,30 @@ def pipeline_of_model(
     )
     options.quantization = chosen.spec.quantization_method
     dtype = resolve_dtype(options.dtype, chosen.spec.dtype)
-    num_state_slots = _state_slots(options, chosen.spec, model_path, dtype)
+    stages = read_section(
+        StageArgs,
+        options,
+        model_path=model_path,
+        generic_spec=chosen.generic_spec,
+        load_format=load_format,
+        dtype=dtype,
+        device=device,
+        graphs="off" if options.disable_cuda_graph else options.stage_graphs,
+    )
+    plan = parse_layer_partition(
+        stages.layer_partition, stages.num_stages, chosen.spec.num_layers, partition_source
+    )
+    migration, cluster = read_section(MigrationArgs, options), read_section(ClusterArgs, options)
     pipeline = read_section(
         PipelineArgs,
         options,
-        stages=read_section(
-            StageArgs,
-            options,
-            model_path=model_path,
-            generic_spec=chosen.generic_spec,
-            load_format=load_format,
-            dtype=dtype,
-            device=device,
-            graphs="off" if options.disable_cuda_graph else options.stage_graphs,
-        ),
+        stages=stages,
         scheduling=read_section(
             SchedulingArgs,
             options,
-            num_state_slots=num_state_slots,
+            num_state_slots=_state_slots(
+                options, chosen.spec, plan, stages, migration, cluster.num_hosts
+            ),
             preemption_threshold=_preemption_threshold(options),
             draft_tokens=_draft_tokens(options, device),
             fair_shares_by=_fair_shares_by(options),
@@ -91,25 +107,35 @@ def pipeline_of_model(
             running_timeout_s=_timeout_s("SGLANG_REQ_RUNNING_TIMEOUT"),
         ),
         throttle=read_section(ThrottleArgs, options),
-        migration=read_section(MigrationArgs, options),
+        migration=migration,
         recovery=read_section(RecoveryArgs, options),
         grammars=read_section(GrammarArgs, options, enabled=options.grammar_backend != "none"),
-        cluster=read_section(ClusterArgs, options),
+        cluster=cluster,
         tiers=_tiers(options, device),
         disaggregation=_disaggregation(options),
     )
     return pipeline, chosen.spec
 
 
-def _state_slots(options: argparse.Namespace, spec: ModelSpec, path: str, dtype: str) -> int:
-    """The number of state slots, as `settle_state_slots`; each host has its share of the layers."""
-    states = [state for layer in range(spec.num_layers) if (state := spec.state_of(layer))]
-    slot_bytes = sum(state.bytes_per_slot(dtype) for state in states)
+def _state_slots(
+    options: argparse.Namespace,
+    spec: ModelSpec,
+    plan: StagePlan | None,
+    stages: StageArgs,
+    migration: MigrationArgs,
+    num_hosts: int,
+) -> int:
+    """The number of state slots; 0 without states. A split by measured times, which is not known
+    yet (no `plan`), is taken to be even: with one host it does not matter."""
+    if not spec.has_states:
+        refuse_slots_without_states(options)
+        return 0
+    assert isinstance(spec, DecoderSpec), "layers of transformers' code have no states"
+    if plan is None:
+        plan = StagePlan(0, even_layer_counts(spec.num_layers, stages.num_stages))
+    loads = partial(host_loads, spec, plan, stages, migration, num_hosts)
     running = options.max_running_requests or SchedulingArgs().max_running_requests
-    num_hosts = options.nnodes
-    return settle_state_slots(
-        options, slot_bytes // num_hosts, running, weight_file_bytes(path) // num_hosts
-    )
+    return settle_state_slots(options, loads, running)
 
 
 def _fair_shares_by(options: argparse.Namespace) -> str | None:

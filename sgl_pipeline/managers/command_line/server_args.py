@@ -15,7 +15,6 @@ from sgl_pipeline.args import KV_CACHE_DTYPES, SECTIONS, PipelineArgs
 from sgl_pipeline.args.disaggregation_args import PAGE_LINK
 from sgl_pipeline.args.flags import add_flags
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.layer_partition import parse_layer_partition
 from sgl_pipeline.managers.command_line.model_files import find_model, require_tokenizer
 from sgl_pipeline.managers.command_line.pipeline_args import pipeline_of_model
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
@@ -84,7 +83,7 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
     if options.tokenizer_path is None:
         require_tokenizer(model_path)
     served_name = options.served_model_name or options.model_path
-    pipeline, spec = pipeline_of_model(options, model_path, load_format)
+    pipeline, spec = pipeline_of_model(options, model_path, load_format, source)
     _note_context_length(spec, options.context_length)
     stages = pipeline.stages
     if stages.kv_cache_dtype == "int8" and stages.device != "cpu":
@@ -92,8 +91,6 @@ def launch_plan(options: argparse.Namespace) -> LaunchPlan:
             "--kv-cache-dtype int8 is for CPUs only; use --device cpu, or fp8_e4m3, or leave it at "
             "auto"
         )
-    # It refuses partitions that do not fit, before anything starts.
-    parse_layer_partition(stages.layer_partition, stages.num_stages, spec.num_layers, source)
 
     for name, value in UPSTREAM_VALUES.items():
         setattr(options, name, value)

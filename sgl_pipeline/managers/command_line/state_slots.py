@@ -6,10 +6,19 @@ Of the flags for such models SGLang has many more: they tune its own pools and a
 
 import argparse
 import logging
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import torch
+
+from sgl_pipeline.args import MigrationArgs, StageArgs
 from sgl_pipeline.args.checks import at_least, require
 from sgl_pipeline.host_memory import available_memory_bytes
+from sgl_pipeline.pipeline.assignment import workers_of_host
+from sgl_pipeline.pp_runner.base.layer_counts import most_layers
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
+from sgl_pipeline.pp_runner.weight_sizes import WeightSizes
+from sgl_pipeline.stage_plan import StagePlan
 
 logger = logging.getLogger(__name__)
 
@@ -21,23 +30,65 @@ DEFAULT_RATIO = 0.9  # SGLang's
 SLOTS_PER_REQUEST = 3
 
 
+class HostLoad(NamedTuple):
+    """Bytes that the stages of a host hold: of the states of one slot, and of weights."""
+
+    slot_bytes: int
+    weight_bytes: int
+
+
+def host_loads(
+    spec: DecoderSpec, plan: StagePlan, stages: StageArgs, migration: MigrationArgs, num_hosts: int
+) -> list[HostLoad]:
+    """The load of each host of a model with states, whose stages start under `plan`; with the
+    layers that `migration` may bring, where memory is kept free for them."""
+    assert spec.state is not None
+    sizes = WeightSizes(spec, getattr(torch, stages.dtype))
+    have_states = [one is not None for one in spec.states]
+    layer_bytes = spec.state.bytes_per_slot(stages.dtype)
+    last = plan.num_stages - 1
+    slots, weights = [], []
+    for stage, most in enumerate(migration.max_layers(plan)):
+        own = plan.layers_of(stage)
+        num_states = sum(have_states[layer] for layer in own)
+        if migration.mode != "off":
+            num_states = most_layers(have_states, most).with_states
+        slots.append(num_states * layer_bytes)
+        held = (*own, *migration.layers_to_load(plan, stage))
+        weights.append(sizes.of_stage(held, is_first=stage == 0, is_last=stage == last))
+    hosts = [workers_of_host(plan.num_stages, num_hosts, rank) for rank in range(num_hosts)]
+    return [
+        HostLoad(sum(slots[stage] for stage in own), sum(weights[stage] for stage in own))
+        for own in hosts
+    ]
+
+
+def refuse_slots_without_states(options: argparse.Namespace) -> None:
+    """Raises ConfigurationError for flags that do nothing for a model without states."""
+    values = {
+        SLOTS_FLAG: options.max_mamba_cache_size,
+        RATIO_FLAG: options.mamba_full_memory_ratio,
+        INTERVAL_FLAG: options.mamba_track_interval,
+    }
+    for flag, value in values.items():
+        require(value is None, f"{flag} {value} is for models with states; this one has none")
+
+
 def settle_state_slots(
-    options: argparse.Namespace, slot_bytes: int, max_running_requests: int, weight_bytes: int
+    options: argparse.Namespace,
+    loads: Callable[[], Sequence[HostLoad]],
+    max_running_requests: int,
 ) -> int:
-    """The number of state slots of a model whose slot takes `slot_bytes` in all layers; 0 for one
-    without states (0 bytes).
+    """The number of state slots of a model that has states.
 
     It is `--max-mamba-cache-size`, else one for each of `max_running_requests` and, with the radix
-    cache, twice as many for snapshots; or as many as fit into the share of memory that SGLang gives
-    to states: beside `weight_bytes` of weights, `ratio / (1 + ratio)`. Raises ConfigurationError
-    for flags that cannot be honored, or where not one slot fits.
+    cache, twice as many for snapshots; or as many as fit, on the host with the least room, into the
+    share of memory that SGLang gives to states: beside the weights, `ratio / (1 + ratio)`. All
+    hosts are taken to have the memory of this one. Raises ConfigurationError for flags
+    that cannot be honored, or where not one slot fits.
     """
     slots, ratio = options.max_mamba_cache_size, options.mamba_full_memory_ratio
     interval = options.mamba_track_interval
-    if not slot_bytes:
-        for flag, value in ((SLOTS_FLAG, slots), (RATIO_FLAG, ratio), (INTERVAL_FLAG, interval)):
-            require(value is None, f"{flag} {value} is for models with states; this one has none")
-        return 0
     require(
         interval is None or not options.disable_radix_cache,
         f"{INTERVAL_FLAG} {interval} does nothing beside --disable-radix-cache: there are no "
@@ -49,8 +100,12 @@ def settle_state_slots(
         return int(slots)
     ratio = DEFAULT_RATIO if ratio is None else ratio
     require(0.0 < ratio < float("inf"), f"{RATIO_FLAG} {ratio} must be above 0")
-    room_bytes = max(0, available_memory_bytes() - weight_bytes) * ratio / (1.0 + ratio)
-    num_fitting = int(room_bytes // slot_bytes)
+    available_bytes = available_memory_bytes()
+    num_fitting, room_bytes, slot_bytes = min(
+        _fitting(load, available_bytes, ratio / (1.0 + ratio))
+        for load in loads()
+        if load.slot_bytes
+    )
     require(
         num_fitting >= 1,
         f"{RATIO_FLAG} {ratio} leaves {room_bytes / 2**20:.0f} MiB for states, and one slot takes "
@@ -71,6 +126,7 @@ def settle_state_slots(
     return min(num_fitting, slots_each * max_running_requests)
 
 
-def weight_file_bytes(model_path: str) -> int:
-    """Bytes of the weights in the model directory."""
-    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+def _fitting(load: HostLoad, available_bytes: int, share: float) -> tuple[int, float, int]:
+    """The slots that fit on a host, the room for them, and the bytes of one."""
+    room_bytes = max(0, available_bytes - load.weight_bytes) * share
+    return int(room_bytes // load.slot_bytes), room_bytes, load.slot_bytes

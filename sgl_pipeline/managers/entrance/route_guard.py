@@ -12,12 +12,14 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
+from fastapi.exceptions import RequestValidationError
 from sglang.srt.entrypoints.http_server import validate_json_request
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
+from sgl_pipeline.managers.entrance.invalid_body import answer_invalid
 from sgl_pipeline.managers.entrance.ollama_routes import is_ollama, ollama_refusal
 from sgl_pipeline.managers.entrance.retry_after import RetryAfter
 from sgl_pipeline.managers.upstream import openai_fields
@@ -60,6 +62,7 @@ def guard_routes(
         RouteGuard, context_length=context_length, features=features, is_stopping=is_stopping
     )
     app.add_middleware(RetryAfter)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
     app.add_exception_handler(ValueError, answer_value_error)
     for kind in MALFORMED:
         app.add_exception_handler(kind, answer_malformed)

@@ -1,28 +1,31 @@
 """The scheduler process's sockets to upstream's front: requests in, tokens and replies out.
 
 With `sglang_requests.py`, `sglang_output.py` and `control_requests.py` it is the only place that
-reads upstream's message fields, as typed in `upstream_messages.py`. Nothing that arrives here is
-unpickled, and a message that cannot be read ends one request, never the loop.
+reads upstream's message fields, as typed in `upstream_messages.py`. A message that cannot be read
+(`message_decoder.py`) ends one request, never the loop.
 """
 
 import logging
 import time
-from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
-import msgspec
 import zmq
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers import io_struct
-from sglang.srt.utils import msgpack_utils
 
-from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.span_channel import SpanSender
 from sgl_pipeline.managers.command_line.model_files import ModelLimits
-from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES
+from sgl_pipeline.managers.front.message_decoder import (
+    EMBED,
+    EMBED_MANY,
+    GENERATE,
+    GENERATE_MANY,
+    make_decoder,
+    rids_of,
+)
 from sgl_pipeline.managers.front.priority_rules import PriorityRules
 from sgl_pipeline.managers.front.reasoning_tokens import ReasoningMarks
 from sgl_pipeline.managers.front.room_fields import NO_ROLE, RoomFields
@@ -46,12 +49,6 @@ from sgl_pipeline.requests import FinishReason, Request, RequestState, Room
 from sgl_pipeline.scheduling import TokenEvent
 
 logger = logging.getLogger(__name__)
-
-_GENERATE = io_struct.TokenizedGenerateReqInput
-_GENERATE_MANY = io_struct.BatchTokenizedGenerateReqInput
-_EMBED = io_struct.TokenizedEmbeddingReqInput
-_EMBED_MANY = io_struct.BatchTokenizedEmbeddingReqInput
-_REFUSED_TYPES = (_EMBED, _EMBED_MANY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,15 +224,15 @@ class SglangFront:
         received: list[Received],
         refused: list[OutputRow],
     ) -> None:
-        if isinstance(message, _GENERATE):
+        if isinstance(message, GENERATE):
             self._take_generate(message, received, refused)
-        elif isinstance(message, _GENERATE_MANY):
+        elif isinstance(message, GENERATE_MANY):
             for one in message.batch:
                 self._take_generate(one, received, refused)
         elif isinstance(message, io_struct.AbortReq):
             self._take_abort(message, received)
-        elif isinstance(message, _REFUSED_TYPES):
-            several = message.batch if isinstance(message, _EMBED_MANY) else [message]
+        elif isinstance(message, EMBED | EMBED_MANY):
+            several = message.batch if isinstance(message, EMBED_MANY) else [message]
             refused += [
                 refusal_row(one.rid, "embeddings: not supported by this server", 400)
                 for one in several
@@ -328,60 +325,6 @@ def _abort_finish(reason: Mapping[str, Any]) -> FinishReason:
     """The reason for which an AbortReq ends requests: its own, or that the client went away."""
     message = reason.get("message") or "aborted by the client"
     return FinishReason("abort", message=message, status_code=reason.get("status_code"))
-
-
-def make_decoder() -> "msgspec.msgpack.Decoder[Any]":
-    """A decoder of the messages that the front may send to a scheduler, and of no others.
-
-    Upstream's own also accepts pickles and shared-memory handles, at any depth.
-    """
-    accepted = (
-        _GENERATE,
-        _GENERATE_MANY,
-        *_REFUSED_TYPES,
-        io_struct.AbortReq,
-        *CONTROL_TYPES,
-    )
-    return msgspec.msgpack.Decoder(
-        Union[accepted],  # noqa: UP007 - built at run time
-        dec_hook=msgpack_utils.dec_hook,
-        ext_hook=_arrays_only,
-    )
-
-
-def _arrays_only(code: int, data: memoryview) -> "array[int]":
-    if code != msgpack_utils._MSGPACK_EXT_ARRAY:
-        raise msgspec.DecodeError(f"extension {code} is not accepted")
-    decoded: array[int] = msgpack_utils.ext_hook(code, data)
-    return decoded
-
-
-class _Head(msgspec.Struct, array_like=True):
-    """The first fields of a message about one request."""
-
-    tag: str
-    rid: str | None = None
-
-
-class _ManyHead(msgspec.Struct, array_like=True):
-    """The first fields of a message about several requests."""
-
-    tag: str
-    rids: list[str] | None = None
-    http_worker_ipcs: list[str | None] | None = None
-    batch: list[_Head] = []
-
-
-def rids_of(payload: bytes) -> list[str]:
-    """The ids of the requests that an unreadable message is about, as far as they can be read."""
-    try:
-        head = msgspec.msgpack.decode(payload, type=_Head)
-        if not head.tag.startswith("Batch"):
-            return [head.rid] if head.rid else []
-        several = msgspec.msgpack.decode(payload, type=_ManyHead)
-    except DECODING_ERRORS:
-        return []
-    return [one.rid for one in several.batch if one.rid]
 
 
 def _connect(

@@ -54,8 +54,16 @@ def _has_no_role(field: str) -> Callable[[Body, ServedFeatures], bool]:
     )
 
 
-def _is_zero(field: str) -> Callable[[Body, ServedFeatures], bool]:
-    return lambda body, features: getattr(body, field) == 0
+def _is_below_one(field: str) -> Callable[[Body, ServedFeatures], bool]:
+    def asks(body: Body, features: ServedFeatures) -> bool:
+        value = getattr(body, field)
+        return isinstance(value, int | float) and value < 1
+
+    return asks
+
+
+def _names_other_than_ids(body: Body, features: ServedFeatures) -> bool:
+    return isinstance(body.logit_bias, dict) and not all(map(str.isdecimal, body.logit_bias))
 
 
 def _offers_tools(body: Body) -> bool:
@@ -151,6 +159,11 @@ _GENERATION = (
     Rule("session_params", "sessions are not supported by this server yet"),
     Rule("images_config", _NO_MEDIA),
     Rule("mm_processor_kwargs", _NO_MEDIA),
+    Rule(
+        "logit_bias",
+        "keys must be token ids, each a number in quotes; /tokenize gives those of a text",
+        _names_other_than_ids,
+    ),
 )
 _TOOLS = (
     Rule("tools", _PARSER, _calls_are_lost),
@@ -170,8 +183,8 @@ COMPLETIONS = (
 CHAT = (
     *_GENERATION,
     *_TOOLS,
-    Rule("max_tokens", "must be at least 1", _is_zero("max_tokens")),
-    Rule("max_completion_tokens", "must be at least 1", _is_zero("max_completion_tokens")),
+    Rule("max_tokens", "must be at least 1", _is_below_one("max_tokens")),
+    Rule("max_completion_tokens", "must be at least 1", _is_below_one("max_completion_tokens")),
     Rule("top_logprobs", _LOGPROBS, _lacks_logprobs),
     Rule(
         "return_flat_raw_output_top_logprobs",
@@ -224,16 +237,37 @@ def _decoder(rules: tuple[Rule, ...]) -> "msgspec.json.Decoder[Any]":
     return msgspec.json.Decoder(body)
 
 
+_ANY = msgspec.json.Decoder()
+_JSON_NAMES = {
+    list: "an array",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 _DECODERS = {path: _decoder(rules) for path, rules in RULES.items()}
+
+
+def _refusal_of_other_than_an_object(body: bytes | bytearray) -> str | None:
+    try:
+        found = decode(_ANY, body)
+    except MalformedData:
+        return None
+    if isinstance(found, dict):
+        return None
+    return f"the body must be a JSON object, got {_JSON_NAMES[type(found)]}"
 
 
 def refusal(path: str, body: bytes | bytearray, features: ServedFeatures) -> str | None:
     """The reason to refuse a request to `path`; None if there is none, or if upstream must read
     it."""
+    if path not in RULES:
+        return None
     try:
         fields = decode(_DECODERS[path], body)
-    except (KeyError, MalformedData):
-        return None
+    except MalformedData:
+        return _refusal_of_other_than_an_object(body)
     for rule in RULES[path]:
         if rule.refuses(fields, features):
             return f"{rule.field}: {rule.reason}"

@@ -1,8 +1,7 @@
 """A model's description, read from its Hugging Face config: sizes, rotary embedding, biases, EOS
 ids.
 
-It must never pass over a config field that changes the maths: a field that the decoder does not
-compute is refused by name, because a model that runs slightly wrong looks like one that works.
+It must never pass over a config field that changes the maths (`refused_fields.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp
 from sgl_pipeline.pp_runner.model.config_fields import ConfigFields, text_fields
 from sgl_pipeline.pp_runner.model.families import FAMILIES, Family, MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_attention import layer_attentions, state_shape
+from sgl_pipeline.pp_runner.model.refused_fields import refuse_unsupported_fields
 from sgl_pipeline.pp_runner.model.rope_config import ContextLengths, RopeConfig
 from sgl_pipeline.pp_runner.model.rope_overrides import with_rope_overrides
 from sgl_pipeline.pp_runner.model.rope_spec import RopeSpec
@@ -32,22 +32,6 @@ from sgl_pipeline.pp_runner.weights.quantization_config import (
 from sgl_pipeline.pp_runner.weights.schemes import Quantization
 
 Config = Mapping[str, Any]
-
-# Fields whose names sound like maths (see below) but which are read here or concern training.
-_KNOWN_FIELDS = frozenset(
-    "attention_dropout hidden_act head_dim num_attention_heads rms_norm_eps"
-    " rope_parameters rope_scaling rope_theta sliding_window use_sliding_window max_window_layers"
-    " max_position_embeddings original_max_position_embeddings tie_word_embeddings"
-    " attn_implementation _attn_implementation"
-    " _attn_implementation_autoset use_cache chunk_size_feed_forward output_attentions"
-    " num_key_value_heads layer_types quantization_config".split()
-)
-# An unknown field is refused when its name holds one of these and its value does something.
-_MATHS_WORDS = tuple(
-    "activation alibi attention attn bias chunk clip compress embedding expert factor lora moe"
-    " multiplier norm quant residual rope rotary router scal sliding soft_cap softcap topk vision"
-    " window".split()
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +245,7 @@ def model_spec(
     architecture = _known_architecture(config)
     family = FAMILIES[architecture]
     fields = ConfigFields({**family.defaults, **config}, family.spellings)
-    _refuse_unsupported_fields(fields.raw, architecture)
+    refuse_unsupported_fields(fields.raw, architecture)
     attentions = layer_attentions(fields, family)
     rope = RopeConfig(fields, family)
     own_context_lengths = rope.context_lengths()
@@ -309,39 +293,6 @@ def _known_architecture(config: Config) -> str:
     raise UnsupportedModelError(
         f"config.json names the architectures {architectures}; known are {', '.join(FAMILIES)}"
     )
-
-
-def _refuse_unsupported_fields(config: Config, architecture: str) -> None:
-    family = FAMILIES[architecture]
-    if config.get("hidden_act", "silu") != "silu":
-        _refuse(config, "hidden_act", architecture)
-    for name, needed in family.required.items():
-        if config.get(name) != needed:
-            _refuse(config, name, architecture)
-    known = _KNOWN_FIELDS | family.own_fields | {*family.spellings.values(), *family.required}
-    if family.partial_rope:
-        known |= {"partial_rotary_factor"}
-    for name, value in config.items():
-        sounds_like_maths = any(word in name for word in _MATHS_WORDS)
-        if name not in known and sounds_like_maths and not _is_neutral(name, value):
-            _refuse(config, name, architecture)
-
-
-def _refuse(config: Config, name: str, architecture: str) -> None:
-    value = repr(config[name])
-    shown = value if len(value) <= 80 else value[:77] + "..."
-    raise UnsupportedModelError(
-        f"config.json sets {name} = {shown}, which changes what the model computes; "
-        f"it is not supported for {architecture}"
-    )
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    """True if `value` does not change the maths: switched off, or a multiplication by one."""
-    if not value:
-        return True
-    multiplies = any(word in name for word in ("factor", "multiplier", "scal"))
-    return multiplies and value is not True and value == 1
 
 
 def _expert_spec(fields: ConfigFields, family: Family) -> ExpertSpec:

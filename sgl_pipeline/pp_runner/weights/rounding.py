@@ -86,8 +86,10 @@ def to_mxfp4(matrix: torch.Tensor) -> Mxfp4Weight:
 
 
 def _parts(matrix: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows in fp32, some at a time."""
+    """Rows in fp32, some at a time; all at once where they take no memory."""
     rows_at_once = max(1, _NUMBERS_AT_ONCE // matrix.shape[1])
+    if matrix.is_meta:
+        rows_at_once = len(matrix)
     for start in range(0, len(matrix), rows_at_once):
         part = slice(start, start + rows_at_once)
         yield part, matrix[part].float()

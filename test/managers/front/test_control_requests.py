@@ -14,7 +14,7 @@ from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
 from support.minimal_messages import minimal_fields
 
 from sgl_pipeline.managers.front.control_requests import CONTROL_TYPES, ControlReplies
-from sgl_pipeline.managers.front.sglang_io import make_decoder
+from sgl_pipeline.managers.front.message_decoder import make_decoder
 from sgl_pipeline.managers.front.tier_requests import TierRequests
 from sgl_pipeline.managers.reports.profiles import Profiles
 from sgl_pipeline.managers.reports.trace_files import TraceFiles

@@ -13,12 +13,12 @@ from support.upstream_front import UpstreamFront, generate
 from sgl_pipeline.args import HOST_BACKEND
 from sgl_pipeline.args.disaggregation_args import Mode
 from sgl_pipeline.errors import QueueFullError
+from sgl_pipeline.managers.front.message_decoder import rids_of
 from sgl_pipeline.managers.front.room_fields import RoomFields
 from sgl_pipeline.managers.front.sglang_io import (
     AbortRequest,
     ControlRequest,
     RefusedRoom,
-    rids_of,
 )
 from sgl_pipeline.managers.grammars.spec import GrammarSpec
 from sgl_pipeline.requests import FinishReason, Request, RequestState, Room

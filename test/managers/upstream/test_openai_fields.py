@@ -128,6 +128,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"best_of": 3, "n": 2}),
     (COMPLETIONS, {"custom_labels": {"a": "b"}}),
     (CHAT, {"max_tokens": 0}),
+    (CHAT, {"max_tokens": -5}),
+    (CHAT, {"logit_bias": {"a": 1}}),
+    (COMPLETIONS, {"logit_bias": {"5": 1, "-1": 1}}),
     (CHAT, {"max_completion_tokens": 0, "max_tokens": 5}),
     (CHAT, {"top_logprobs": 2}),
     (CHAT, {"return_flat_raw_output_top_logprobs": True}),
@@ -196,6 +199,7 @@ def test_every_rule_is_tried() -> None:
     [
         *((path, dict.fromkeys(refused_fields(path))) for path in MODELS),
         (COMPLETIONS, {"best_of": 1, "suffix": "", "return_spec_tokens_details": True}),
+        (COMPLETIONS, {"logit_bias": {"5": 1}}),
         (COMPLETIONS, {"best_of": 2, "n": 2}),
         (CHAT, {"modalities": ["text"], "verbosity": "medium", "function_call": "none"}),
         (CHAT, {"top_logprobs": 2, "logprobs": True, "max_tokens": 1}),
@@ -213,7 +217,7 @@ def test_what_asks_for_nothing_passes(path: str, fields: dict[str, Any]) -> None
     assert why(path, **fields) is None
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'"text"', *JSON.values()])
+@pytest.mark.parametrize("body", [b"", b"{", *JSON.values()])
 def test_what_is_no_json_object_is_left_to_upstream(body: bytes) -> None:
     assert refusal(COMPLETIONS, body, ALL_BUILT) is None
 
@@ -249,3 +253,17 @@ def test_the_guard_reads_a_body_that_arrives_in_pieces() -> None:
     assert passed_on(b'{"prompt": "x", ', b'"n": 1}') == ('{"prompt": "x", "n": 1}', None)
     reason, status = passed_on(b'{"prompt": "x", "best', b'_of": ', b"2}")
     assert reason.startswith("best_of: ") and status == 400
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [("[]", "an array"), ("null", "null"), ('"x"', "a string"), ("1.5", "a number")],
+)
+def test_a_body_is_an_object(path: str, body: str, kind: str) -> None:
+    reason = f"the body must be a JSON object, got {kind}"
+    assert refusal(path, body.encode(), NONE_BUILT) == reason
+
+
+def test_upstream_reads_what_is_not_json() -> None:
+    assert refusal(CHAT, b'{"messages": [', NONE_BUILT) is None

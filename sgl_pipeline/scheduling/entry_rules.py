@@ -20,7 +20,7 @@ DISPLACED = FinishReason(
 )
 
 
-class Arrivals:
+class EntryRules:
     """The rules for entering the queue."""
 
     def __init__(self, args: SchedulingArgs, limits: RequestLimits, waiting: WaitingQueue) -> None:

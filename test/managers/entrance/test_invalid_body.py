@@ -1,0 +1,131 @@
+"""A body that upstream's models refuse is answered with its fields and faults, and nothing else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from sglang.srt.entrypoints.ollama.protocol import OllamaGenerateRequest
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+)
+
+from sgl_pipeline.managers.entrance.route_guard import guard_routes
+from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    """Upstream's models behind our guard."""
+    app = FastAPI()
+
+    async def chat(request: ChatCompletionRequest) -> None: ...
+    async def complete(request: CompletionRequest) -> None: ...
+    async def respond(request: ResponsesRequest) -> None: ...
+    async def message(request: AnthropicMessagesRequest) -> None: ...
+    async def generate(request: OllamaGenerateRequest) -> None: ...
+
+    app.post(CHAT)(chat)
+    app.post(COMPLETIONS)(complete)
+    app.post("/v1/responses")(respond)
+    app.post("/v1/messages")(message)
+    app.post("/api/generate")(generate)
+    features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
+    guard_routes(app, 1000, features, is_stopping=lambda: False)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            CHAT,
+            HELLO | {"max_tokens": "ten"},
+            "max_tokens: Input should be a valid integer, unable to parse string as an integer "
+            "(got 'ten')",
+        ),
+        (CHAT, {}, "messages: Field required"),
+        (CHAT, {"messages": "hi"}, "messages: Input should be a valid list (got 'hi')"),
+        (
+            CHAT,
+            HELLO | {"stop": 7},
+            "stop: Input should be a valid list, or Input should be a valid string (got 7)",
+        ),
+        # Of the models of a message only that of users is meant.
+        (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content: Field required"),
+        (
+            CHAT,
+            {"messages": [{"role": "king", "content": "x"}]},
+            "messages.0.role: 'role' must be one of 'system', 'assistant', 'tool', 'function', "
+            "'developer', 'latest_reminder', 'root' (case-insensitive)., or Input should be "
+            "'user' (got 'king')",
+        ),
+        (
+            CHAT,
+            HELLO | {"response_format": {"type": "xml"}},
+            "response_format.type: Input should be 'text', 'json_object' or 'json_schema', or "
+            "Input should be 'structural_tag' (got 'xml')",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "n": 1.5, "seed": "y" * 100},
+            "n: Input should be a valid integer, got a number with a fractional part (got 1.5); "
+            "seed: Input should be a valid integer, unable to parse string as an integer (got "
+            f"'{'y' * 59}...)",
+        ),
+    ],
+)
+def test_a_field_is_named_with_its_fault_and_its_value(
+    client: TestClient, path: str, body: dict[str, Any], message: str
+) -> None:
+    reply = client.post(path, json=body)
+    assert reply.status_code == 400
+    assert reply.json() == {
+        "object": "error",
+        "message": message,
+        "type": "Bad Request",
+        "param": None,
+        "code": 400,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the body is empty; send a JSON object"),
+        (b'{"messages": [{', "the body is not JSON: "),
+    ],
+)
+def test_what_is_not_json_is_said_to_be_none(
+    client: TestClient, content: bytes, message: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    reply = client.post(CHAT, content=content, headers=headers)
+    assert reply.status_code == 400 and reply.json()["message"].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "form"),
+    [
+        ("/v1/responses", {"input": 7}, lambda reply: reply["error"]["message"]),
+        ("/v1/messages", HELLO | {"model": "m"}, lambda reply: reply["error"]["message"]),
+        ("/api/generate", {"model": "m"}, lambda reply: reply["error"]),
+    ],
+)
+def test_a_route_answers_in_its_own_form_without_files_of_the_server(
+    client: TestClient, path: str, body: dict[str, Any], form: Callable[[Any], str]
+) -> None:
+    reply = client.post(path, json=body)
+    field = {"/v1/responses": "input", "/v1/messages": "max_tokens", "/api/generate": "prompt"}[
+        path
+    ]
+    message = form(reply.json())
+    assert reply.status_code == 400 and field in message
+    assert ".py" not in message and "\n" not in message
