@@ -57,10 +57,11 @@ class PageRows:
         named = torch.tensor([(layer, place) for place in places], dtype=torch.int64)
         header = self._upload(named)
         shape = (len(header), self.row_bytes(layer))
-        rows = torch.zeros(shape, dtype=torch.uint8, device=header.device)
+        rows = torch.empty(shape, dtype=torch.uint8, device=header.device)
         rows[:, :_HEADER_BYTES].view(torch.int64).copy_(header)
+        rows[:, -CELL_BYTES:].zero_()  # what a place leaves of its last cell
         for part, of_layer in self._parts(rows, layer):
-            part.copy_(of_layer[header[:, 1]])
+            part.copy_(of_layer.index_select(0, header[:, 1]))
         return self._download([rows.view(-1, CELL_BYTES)])
 
     @torch.inference_mode()
@@ -74,11 +75,15 @@ class PageRows:
             of_layer[ids] = part
 
     def _parts(self, rows: torch.Tensor, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The two parts of `rows`, each with the bytes of all of the layer's places."""
-        start = _HEADER_BYTES
-        for of_layer in self._memory(layer):
-            end = start + of_layer.shape[1]
-            yield rows[:, start:end], of_layer
+        """The two parts of `rows`, each with the memory of all of the layer's places; in numbers as
+        wide as both allow, which are put in place several times as fast as bytes."""
+        memory = self._memory(layer)
+        unit = _widest_unit(memory)
+        rows, start = rows.view(unit), _HEADER_BYTES // unit.itemsize
+        for of_layer in memory:
+            wide = of_layer.view(unit)
+            end = start + wide.shape[1]
+            yield rows[:, start:end], wide
             start = end
 
     def _memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,3 +91,9 @@ class PageRows:
         if self._state_pool is not None and self.has_states(layer):
             return self._state_pool.rows(layer)
         return self._kv_pool.rows(layer)
+
+
+def _widest_unit(parts: Sequence[torch.Tensor]) -> torch.dtype:
+    """Of integers of which all rows of `parts` (uint8) are made up."""
+    units = torch.int64, torch.int32, torch.int16, torch.uint8
+    return next(one for one in units if not any(part.shape[1] % one.itemsize for part in parts))
