@@ -3,18 +3,25 @@ written meanwhile. Bytes are a fluid, as those of pages (`page_copies.py`).
 """
 
 from collections.abc import Iterable
+from itertools import takewhile
+
+# As `pp_runner/layer_moves/outgoing_layers.py` has it.
+RESTING_STEPS = 32
 
 
 class StateCopies:
     """Of each slot, `slot_bytes` go, 0 where no layer has states; at first those of `slots`.
 
-    A slot that a step writes before it has left goes at the switch, as one that is written after.
+    A slot that a step writes before it has left, or after, goes at the switch, or before that when
+    steps have left it alone for a while.
     """
 
     def __init__(self, slot_bytes: int, slots: Iterable[int]) -> None:
         self._slot_bytes = slot_bytes
         self._left = dict.fromkeys(slots, float(slot_bytes)) if slot_bytes else {}
-        self._written: set[int] = set()
+        # By slot, the last step that wrote it, ascending.
+        self._written: dict[int, int] = {}
+        self._num_steps = 0
 
     @property
     def queued_bytes(self) -> float:
@@ -31,10 +38,18 @@ class StateCopies:
 
     def wrote(self, slots: Iterable[int]) -> None:
         """A step has written to these."""
-        if self._slot_bytes:
-            self._written.update(slots)
-            for slot in self._written.intersection(self._left):
-                del self._left[slot]
+        if not self._slot_bytes:
+            return
+        self._num_steps += 1
+        for slot in slots:
+            self._left.pop(slot, None)
+            self._written.pop(slot, None)
+            self._written[slot] = self._num_steps
+        if not self._left:
+            newest = self._num_steps - RESTING_STEPS
+            for slot in [*takewhile(lambda one: self._written[one] <= newest, self._written)]:
+                del self._written[slot]
+                self._left[slot] = float(self._slot_bytes)
 
     def take_rest(self) -> float:
         """Bytes that go at the switch: after that there is nothing left."""

@@ -39,7 +39,7 @@ def test_schedules_with_states_hold_and_have_what_could_go_wrong() -> None:
     assert sum(outcome.num_handovers for outcome in outcomes) > len(seeds) // 10
     assert sum(outcome.num_shrunk for outcome in outcomes) > 0
     assert sum(outcome.num_moves for outcome in outcomes) > len(seeds) // 10
-    assert sum(outcome.num_full_links for outcome in outcomes) > len(seeds)
+    assert sum(outcome.num_full_links for outcome in outcomes) > len(seeds) // 10
     assert not any(outcome.num_replayed_tokens for outcome in outcomes)
 
 

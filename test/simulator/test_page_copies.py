@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 from sgl_pipeline.simulator.page_copies import MAX_ROUNDS, MoveCosts, PageCopy
+from sgl_pipeline.simulator.state_copies import RESTING_STEPS
 
 # A page of a layer is 10 bytes, ten of which are copied in a second.
 COSTS = MoveCosts(kv_bytes_per_token=5, page_size=2, bytes_per_s=100.0)
@@ -117,18 +118,25 @@ def test_bytes_of_states_are_those_of_a_source_that_sends_slot_by_slot(seed: int
     costs = MoveCosts(state_bytes=(1,), bytes_per_s=100.0)
     slots = tuple(rng.sample(range(20), rng.randint(0, 20)))
     copy = copy_of(0, costs, slots=slots)
-    queue, written, sent, now_s = [*slots], set[int](), 0, 1.0
-    for _ in range(rng.randint(0, 30)):
+    queue, written, sent, now_s = [*slots], dict[int, int](), 0, 1.0
+    for number in range(rng.choice((0, 30, 200))):
         count = rng.randint(0, 3)
         now_s += 1.0
         copy.send(now_s, now_s + 1e9, most_bytes=count)
         for _ in range(min(count, len(queue))):
             queue.pop(0)
             sent += 1
-        step = rng.sample(range(25), rng.randint(0, 3))
+        step = rng.sample(range(rng.choice((3, 60))), rng.randint(0, 3))
         copy.wrote([], step)
-        written.update(step)
+        for slot in step:
+            written.pop(slot, None)
+            written[slot] = number
         queue = [slot for slot in queue if slot not in written]
+        if not queue:
+            resting = [slot for slot, last in written.items() if last <= number - RESTING_STEPS]
+            queue = [*resting]
+            for slot in resting:
+                del written[slot]
         assert copy.queued_bytes == len(queue)
     copy.finish(now_s)
     assert copy.copied_bytes == sent

@@ -2,9 +2,10 @@
 
 Pages in rounds, as virtual machines are moved (pre-copy): the first sends all pages that hold
 anything, each later one the pages written since, until these are few. The rest is sent when the
-plan has switched. States once, after the page rounds, and only those that no step has written
-meanwhile: a request that runs writes its state in every step, so no round would leave fewer of
-them. The others, and those that were written after they were sent, go when the plan has switched.
+plan has switched. States after the page rounds, and only those that no step has written
+meanwhile: a request that runs writes its state all the time, so no round would leave fewer of them.
+Of those that were written the ones that steps have left alone since, of requests that have ended
+and of snapshots, go in further rounds; the others go when the plan has switched.
 
 It never starts a thread: it reads and sends a parcel on request. Parcels are sent in the order in
 which they were read, so that a page that was written again comes after its older version.
@@ -12,6 +13,7 @@ which they were read, so that a page that was written again comes after its olde
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
 from typing import Generic
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import (
@@ -26,6 +28,8 @@ from sgl_pipeline.pp_runner.layer_moves.move_site import (
 SMALL_PATCH_PAGES = 64
 # More rounds would not end either: steps write as fast as pages are copied.
 MAX_ROUNDS = 4
+# A state that so many steps have not written is not of a request that runs.
+RESTING_STEPS = 32
 # Parcels that are read at once: while one is sent the next one comes to the host.
 MAX_READING = 2
 
@@ -62,14 +66,18 @@ class OutgoingLayers(Generic[R]):
         self._rest: deque[tuple[int, Sequence[int]]] | None = None
         self._has_ended = False
         self._written: set[int] = set()
-        self._written_slots: set[int] = set()
+        # By slot, the last step that wrote it, ascending.
+        self._written_slots: dict[int, int] = {}
+        self._num_steps = 0
+        self._state_rounds = 1
 
     @property
     def is_ready(self) -> bool:
-        """True if all was sent once, except states that go after the switch, and the pages written
-        since are few, or would never become few."""
+        """True if all was sent once, except states that go after the switch, and what was written
+        since and could go before it is little, or would never become little."""
         is_small = len(self._written) <= SMALL_PATCH_PAGES
-        is_sent = not (self._queue or self._state_queue or self._reading)
+        awaits_states = bool(self._state_queue) and self._state_rounds < MAX_ROUNDS
+        is_sent = not (self._queue or awaits_states or self._reading)
         return is_sent and (is_small or self._rounds >= MAX_ROUNDS)
 
     def wrote(self, pages: Iterable[int], slots: Iterable[int]) -> None:
@@ -77,7 +85,10 @@ class OutgoingLayers(Generic[R]):
         if self._with_pages:
             self._written.update(pages)
         if self._with_states:
-            self._written_slots.update(slots)
+            self._num_steps += 1
+            for slot in slots:
+                self._written_slots.pop(slot, None)
+                self._written_slots[slot] = self._num_steps
 
     def work(self) -> bool:
         """Sends parcels that were read, and begins to read one, if there is one to send and the
@@ -90,6 +101,11 @@ class OutgoingLayers(Generic[R]):
             self._rounds += 1
             self._queue = self._parcels(self._with_pages, sorted(self._written))
             self._written.clear()
+        if not self._state_queue and (resting := self._resting_slots()):
+            self._state_rounds += 1
+            self._state_queue = self._parcels(self._with_states, resting)
+            for slot in resting:
+                del self._written_slots[slot]
         is_busy = len(self._reading) >= MAX_READING
         if is_busy or not (self._queue or self._state_queue) or not self._sender.can_send():
             return did_send
@@ -132,6 +148,11 @@ class OutgoingLayers(Generic[R]):
 
     def close(self) -> None:
         self._sender.close()
+
+    def _resting_slots(self) -> list[int]:
+        """The slots that no step has written for a while, since they were sent or ever."""
+        newest = self._num_steps - RESTING_STEPS
+        return [*takewhile(lambda slot: self._written_slots[slot] <= newest, self._written_slots)]
 
     def _send_read(self) -> bool:
         """Sends parcels that were read; returns whether there was one."""

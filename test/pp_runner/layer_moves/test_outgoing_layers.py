@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from sgl_pipeline.pp_runner.layer_moves.move_site import Parcel
-from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import MAX_READING, OutgoingLayers
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import (
+    MAX_READING,
+    MAX_ROUNDS,
+    RESTING_STEPS,
+    OutgoingLayers,
+)
 
 LAYER = 3
 
@@ -49,9 +54,10 @@ class SlowSite:
 class Sent:
     parcels: list[Parcel[Any]] = field(default_factory=list)
     room: int = 1_000
+    keeps_up: bool = True
 
     def can_send(self) -> bool:
-        return True
+        return self.keeps_up
 
     def has_room(self) -> bool:
         return len(self.parcels) < self.room
@@ -163,3 +169,48 @@ def test_the_pages_of_a_patch_wait_for_nothing() -> None:
     outgoing.begin_rest()
     assert outgoing.send_rest()
     assert len(sent.parcels) == 6 and sent.parcels[-1].is_last
+
+
+def test_states_that_steps_have_left_alone_go_before_the_switch() -> None:
+    """Those of a request that has ended, while another one runs; and once more if they are written
+    again."""
+    site, sent = SlowSite(with_states=(LAYER,)), Sent()
+    outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), (0, 1), site, sent)  # type: ignore[arg-type]
+
+    def run(slots: Sequence[int], num_steps: int) -> None:
+        for _ in range(num_steps):
+            outgoing.wrote([], slots)
+            while outgoing.work():
+                for leaving in site.reading:
+                    leaving.is_there = True
+
+    run([0, 1], 1)
+    run([1], RESTING_STEPS - 1)
+    assert not site.reading and outgoing.is_ready
+    run([1], 1)
+    assert [one.pages for one in site.reading] == [(0,)] and outgoing.is_ready
+    run([0, 1], 1)
+    run([1], RESTING_STEPS)
+    assert [one.pages for one in site.reading] == [(0,), (0,)]
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
+    assert [parcel.rows for parcel in sent.parcels] == [(0,), (0,), (1,), None]
+
+
+def test_rounds_of_states_do_not_put_a_move_off_for_ever() -> None:
+    site, sent = SlowSite(with_states=(LAYER,)), Sent()
+    outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), (), site, sent)  # type: ignore[arg-type]
+    was_ready = []
+    for number in range(1, MAX_ROUNDS + 1):
+        outgoing.wrote([], [number])
+        for _ in range(RESTING_STEPS):
+            outgoing.wrote([], [0])
+        sent.keeps_up = False
+        assert not outgoing.work()
+        was_ready.append(outgoing.is_ready)
+        sent.keeps_up = True
+        while outgoing.work():
+            for leaving in site.reading:
+                leaving.is_there = True
+    assert was_ready == [False] * (MAX_ROUNDS - 2) + [True] * 2
+    assert [one.pages for one in site.reading] == [(number,) for number in range(1, MAX_ROUNDS + 1)]
