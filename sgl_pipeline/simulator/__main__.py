@@ -153,7 +153,7 @@ def _move_row(move: MoveRecord) -> str:
     megabytes = (move.copied_bytes + move.patched_bytes) / 1e6
     return (
         f"    layers {before} to {after} from {move.began_s:.1f} s on: {move.outcome}, "
-        f"{megabytes:.0f} MB of KV, a step waited {move.wait_ms:.1f} ms"
+        f"{megabytes:.0f} MB of KV and states, a step waited {move.wait_ms:.1f} ms"
     )
 
 

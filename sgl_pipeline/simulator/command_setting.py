@@ -296,8 +296,8 @@ def _migration(options: argparse.Namespace) -> Migration:
         window_steps=options.migration_window,
     )
     require(
-        options.state_mib is None or options.max_mamba_cache_size > 0,
-        "--state-mib is of a model with states; give --max-mamba-cache-size",
+        options.state_mib is None or (options.max_mamba_cache_size > 0 and args.mode != "off"),
+        "--state-mib does nothing without --migration auto and --max-mamba-cache-size",
     )
     return Migration(args=args, state_bytes=round((options.state_mib or 0) * 2**20))
 

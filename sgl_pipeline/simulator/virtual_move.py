@@ -21,7 +21,7 @@ class WrittenPlaces(NamedTuple):
 
     @classmethod
     def of(cls, microbatch: Microbatch, page_size: int) -> "WrittenPlaces":
-        """Those of the step with these chunks; `page_size` in tokens."""
+        """The places of a step with these chunks; `page_size` in tokens."""
         pages: list[int] = []
         slots: list[int] = []
         for chunk in microbatch.chunks:

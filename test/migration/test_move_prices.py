@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from support.moves import movable_core, stages_get_ready, stages_switch
 from support.planners import proposals
 from support.served_steps import ServedSteps, decode_step, flat_costs
 
@@ -77,3 +78,20 @@ def test_a_move_waits_until_staying_has_cost_as_much_as_its_states(
     forecast = StepForecast(served.plan, served.truth)
     planner = LayerPlanner(args, served.plan, forecast, prices=prices)
     assert proposals(planner, served, [decode_step(4)] * 100)[0][0] == after_steps
+
+
+def test_the_planner_of_a_server_learns_from_a_move_that_is_done() -> None:
+    served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
+    slots = [4]
+    prices = MovePrices(PlannerArgs(), (10,) * 8, lambda: slots[0])
+    forecast = StepForecast(served.plan, served.truth)
+    planner = LayerPlanner(PlannerArgs(), served.plan, forecast, prices=prices)
+    core = movable_core(4, 4, planner=planner)
+    core.migration.move_to((3, 5), 0.0)
+    stages_get_ready(core, 1.0)
+    stages_switch(core, 1.0)
+    # Ready after a second, of which stages gave a tenth; 20 bytes in 2 ms at the switch, so that
+    # those of 4 slots cost 4 ms.
+    assert prices.of([0]) == pytest.approx(0.102)
+    slots[0] = 8
+    assert prices.of([0]) == pytest.approx(0.106)

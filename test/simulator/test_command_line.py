@@ -1,5 +1,6 @@
 """`python -m sgl_pipeline.simulator` as a user types it."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,12 @@ def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[st
     rows = capsys.readouterr().out.splitlines()
     assert rows[3].startswith("    layers 12,12,12,12 to ")
     assert "done" in rows[3]
+    plain = re.findall(r"([\d.]+) MB", "\n".join(rows[3:]))
+    # States of 16 MiB beside the pages of every fourth layer.
+    states = ["--max-mamba-cache-size", "256", "--state-mib", "16", "--disable-radix-cache"]
+    assert main([*arguments, "--migration", "auto", "--forecast", "online", *states]) == 0
+    with_states = re.findall(r"([\d.]+) MB", capsys.readouterr().out)
+    assert float(with_states[0]) > 2.0 * float(plain[0])
 
 
 def test_what_a_store_did_stands_below_the_row_of_its_run(
@@ -188,6 +195,10 @@ def test_a_rate_that_is_none_is_a_usage_error(
             "--speculative-num-draft-tokens 1 must be between 2 and 64",
         ),
         (["run", "--migration-window", "0"], "--migration-window 0 must be at least 1"),
+        (
+            ["run", "--state-mib", "2", "--migration", "auto"],
+            "--state-mib does nothing without --migration auto and --max-mamba-cache-size",
+        ),
         (["tune", *SMALL], "needs --target-ttft-ms"),
         (["tune", *SMALL, *LENIENT], "all requests at once meet the target"),
     ],

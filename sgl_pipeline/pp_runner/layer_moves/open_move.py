@@ -111,8 +111,10 @@ class OpenMove(Generic[R]):
         )
 
     def close_links(self) -> None:
-        for part in (*self.outgoing, *self.incoming):
-            part.close()
+        for outgoing in self.outgoing:
+            outgoing.close()
+        for incoming in self.incoming:
+            incoming.close()
 
 
 def _by_stage(moves: Iterable[tuple[int, LayerMove]]) -> list[tuple[int, list[int]]]:
