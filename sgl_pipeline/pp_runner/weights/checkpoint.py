@@ -148,12 +148,10 @@ class Checkpoint:
             found = self._find_plain(name, shape)
         else:
             found = self._find_as(name, shape, dtype)
-        num_bytes = 0
+        # No variable keeps a part, whose memory the next one then takes.
         for mapped in found:
-            part = self._keep(name, mapped, dtype or self.dtype)
-            num_bytes += part.nbytes
-            yield part
-        self.loaded[name] = num_bytes
+            yield self._keep(name, mapped, dtype or self.dtype)
+        self.loaded[name] = found.numel() * (dtype or self.dtype).itemsize
 
     def names(self) -> Iterable[str]:
         return self._file_of.keys()

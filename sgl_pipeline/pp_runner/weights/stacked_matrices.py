@@ -20,6 +20,9 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
 )
 from sgl_pipeline.pp_runner.weights.schemes import Layout, Quantization, Scheme
 
+# Looked through for zeros. So few that what is kept lies in memory without gaps.
+_OUTPUTS_AT_ONCE = 64
+
 
 def read_stacked_matrices(
     source: WeightSource,
@@ -67,6 +70,7 @@ def _rounded(
     num_bytes = 0
     for matrix in matrices:
         weight = round_matrix(source, name, matrix, scheme)
+        del matrix  # before the next one needs memory
         num_bytes += weight.nbytes
         yield weight
     source.loaded[name] = num_bytes
@@ -86,7 +90,10 @@ def _read_mxfp4(source: WeightSource, module: str, shape: tuple[int, int, int]) 
     )
     scales = source.read_parts(f"{module}_scales", (num_experts, outputs, groups), torch.uint8)
     for own_blocks, own_scales in zip(blocks, scales, strict=True):
-        own_scales[(own_blocks & 0x77 == 0).all(dim=2)] = 127  # of zeros alone
+        for codes, their_scales in zip(
+            own_blocks.split(_OUTPUTS_AT_ONCE), own_scales.split(_OUTPUTS_AT_ONCE), strict=True
+        ):
+            their_scales[(codes & 0x77 == 0).all(dim=2)] = 127  # of zeros alone
         if own_scales.min() < MXFP4_SCALES[0] or own_scales.max() > MXFP4_SCALES[-1]:
             raise CheckpointError(
                 f"tensor {module}_scales holds a scale outside of {MXFP4_SCALES[0]} to "
