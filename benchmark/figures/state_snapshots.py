@@ -1,5 +1,5 @@
-"""What snapshots of states make of the radix cache: conversations of several turns on a model with
-states, by its slots, and on one without."""
+"""The radix cache of a model with states, by its snapshots and slots, and of one without:
+conversations of several turns."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -14,8 +14,9 @@ from sgl_pipeline.scheduling.state_slots import StateSlots
 
 
 class SnapshotStorage(RadixStorage):
-    """As `RadixStorage`. `snapshots` are the nodes with one, the least recently used first. Slots
-    of lost ones go back to `slots`, and pages that are of no use without them go with them."""
+    """As `RadixStorage`. `snapshots` are the nodes with one, in the order in which they give way:
+    those that one longer prefix alone continues, then the least recently used. Slots of lost ones
+    go back to `slots`, and pages that are of no use without them go with them."""
 
     def __init__(self, tree: RadixTree, demand: SnapshotDemand, slots: StateSlots) -> None:
         super().__init__(tree, demand)
@@ -53,8 +54,9 @@ class SnapshotStorage(RadixStorage):
         return slot
 
     def give_up_first(self, node: RadixNode, num_children: int) -> None:
-        """There is a snapshot behind `node` now: the last one up to `node` is the first to give way,
-        if no others are cached behind it. `num_children` cached ones of `node` are on that way."""
+        """There is a snapshot behind `node` now: the last one up to `node` gives way first, if
+        nothing else is cached behind it. `num_children` of the cached children of `node` lead
+        there."""
         while node.parent is not None and node.run is not None:
             if node.run.num_cached_children > num_children:
                 return

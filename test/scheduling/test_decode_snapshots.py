@@ -138,6 +138,19 @@ def test_one_that_a_waiting_request_wants_does_not_give_way_to_it() -> None:
     assert again.output_ids == output_when_alone(again)
 
 
+def test_a_request_gives_up_its_prompts_snapshot_before_those_of_others() -> None:
+    pipeline = pipeline_of(4, num_state_slots=3, num_stages=1)
+    first, second = make_request("a", prompt_of(9), 9), make_request("b", prompt_of(9, 2), 9)
+    for request in (first, second):
+        pipeline.scheduler.add(request)
+        pipeline.drain()
+    again = [next_turn(request) for request in (first, second)]
+    for request in again:
+        pipeline.scheduler.add(request)
+        pipeline.drain()
+    assert [one.cached_tokens for one in again] == [16, 16]
+
+
 def test_a_retracted_request_goes_on_behind_what_it_left() -> None:
     pipeline = pipeline_of(4, num_stages=1, max_running_requests=1, preemption_threshold=0)
     low, high = make_request("a", prompt_of(3), 20), make_request("b", [4], 2, priority=5)

@@ -67,6 +67,18 @@ def test_only_the_snapshot_that_a_request_begins_with_is_used() -> None:
     assert head.state_slot is None and whole.state_slot is not None and not cache.freed
 
 
+def test_an_older_one_of_the_same_chat_goes_before_other_chats() -> None:
+    cache = _Cache(4)
+    other, shared, older = cache.put([9]), cache.put([5]), cache.put([1, 2])
+    newest = cache.put([1, 2, 3])
+    assert [*cache.storage.snapshots] == [older, other, shared, newest]
+    # With two ways on, it is of use for more than the newest one.
+    cache.storage.insert(shared, [5, 6], [6])
+    cache.snapshots.evict()
+    cache.put([5, 7])
+    assert [*cache.storage.snapshots][:2] == [other, shared]
+
+
 def test_those_that_are_wanted_are_not_looked_at_again() -> None:
     cache = _Cache(4)
     wanted = [cache.put([number]) for number in range(2)]
