@@ -43,7 +43,7 @@ MOMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class LeftOver:
-    """What waits once a step is decided: decodes that are ready, prompt tokens."""
+    """Decodes that are ready and prompt tokens that wait once a step is decided."""
 
     ready_decodes: int
     waiting_tokens: int
@@ -120,7 +120,7 @@ def _back_to_back(run: Run, steps: Sequence[SimulatedStep], stage: int) -> dict[
 
 
 def _decode_seconds(costs: PipelineCosts, shape: StepShape) -> Seconds:
-    """What the decodes of a step take by themselves on each stage."""
+    """Seconds of the decodes of a step by themselves on each stage."""
     if not shape.num_decodes:
         return (0.0,) * costs.num_stages
     return costs.stage_seconds(replace(shape, prefills=(), num_samples=shape.num_decodes), 0)
