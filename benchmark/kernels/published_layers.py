@@ -80,7 +80,7 @@ def _measure(options: Options) -> Report:
 
 
 def _conditions(options: Options) -> dict[str, str]:
-    """How time is counted and memory given, where the engines differ."""
+    """The kinds of time and memory, which are not the same for all engines."""
     time, weights = "of the CPU, one thread", "in huge pages as far as the system gives them"
     if options.llama_rounds:
         time += "; llama.cpp's of the clock, one thread"
