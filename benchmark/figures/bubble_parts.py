@@ -1,5 +1,6 @@
-"""Every idle second of the stages at PP 4 and 8, by what would take it away and by what the next
-step was doing: at the rate that the token throttle carries, and where clients never pause."""
+"""The idle time of the stages at PP 4 and 8 while something is on its way, by what would take it
+away and by what the next step was doing: at the rate that the token throttle carries, and where
+clients never pause."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -194,7 +195,18 @@ def conclude(rows: Sequence[Row]) -> list[str]:
         for title, names in (("cause", CAUSES), ("what was waited for", MOMENTS)):
             parts = ", ".join(f"{name} {100 * _mean(chosen, name):.1f}" for name in names)
             lines.append(f"PP {depth}, {load}{ratios}: {idle}; points by {title}: {parts}")
+        if load == AT_THE_RATE:
+            by_trace = ", ".join(
+                f"{trace} {_points(select(chosen, trace=trace))}"
+                for (trace,) in distinct(chosen, "trace")
+            )
+            lines.append(f"PP {depth}, {load}: points of lack of work by trace: {by_trace}")
     return lines
+
+
+def _points(rows: Sequence[Row]) -> str:
+    """Lack of work in each of the rows."""
+    return " and ".join(f"{100 * row['lack of work']:z.1f}" for row in rows)
 
 
 def _ratios(rows: Sequence[Row], beside: Sequence[Row]) -> str:
@@ -214,11 +226,11 @@ FIGURE = Figure(
     "bench_decisions measured ours, or Vidur's. "
     f"At the rate that the token throttle carries: {WINDOW[0]:.0%} to {WINDOW[1]:.0%} of the time "
     f"to the last arrival. Saturated: {CLIENTS_PER_STAGE} clients a stage that never pause, steps "
-    f"{FIRST_SHARE * MOST_STEPS:.0f} to {MOST_STEPS}. Causes add up to the whole, each by what it "
-    "adds to those before it when the same steps run back to back; lack of work is what the run "
-    "itself adds. Moments add up to what is idle beyond the first two causes, by "
-    "what the slowest stage waited for: the pipeline was full or had room, and work waited or did "
-    "not, or its next step was on the way.",
+    f"{FIRST_SHARE * MOST_STEPS:.0f} to {MOST_STEPS}. Left out is the time when nothing is on its "
+    "way. Causes add up to the whole, each by what it adds to those before it when the same steps "
+    "run back to back; lack of work is what the run itself adds. Moments add up to what is idle "
+    "beyond the first two causes, by what the slowest stage waited for: the pipeline was full or "
+    "had room, and work waited or did not, or its next step was on the way.",
     compute=compute,
     draw=draw,
     conclude=conclude,

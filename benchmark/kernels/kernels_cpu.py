@@ -9,7 +9,6 @@ the ratios, not the milliseconds. The columns `compiled` are `--stage-kernels cp
 Sizes are those of the 0.27b preset (hidden 1024, 16 query and 8 KV heads of 64, 3072 inner).
 """
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,14 @@ from benchmark.kernels.stage_step import (
     measure_steps,
 )
 from benchmark.support.command import Command, Options, Report
-from benchmark.support.turns import Row, flops_per_ms, read_bytes_per_ms, row_table, take_turns
+from benchmark.support.turns import (
+    Row,
+    flops_per_ms,
+    in_huge_pages,
+    read_bytes_per_ms,
+    row_table,
+    take_turns,
+)
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionBackend, AttentionShape
 from sgl_pipeline.pp_runner.attention.cpu_attention import CpuAttention
 from sgl_pipeline.pp_runner.attention.torch_attention import TorchAttention
@@ -222,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(options: Options) -> Report:
-    _in_huge_pages()
+    in_huge_pages(__spec__.name)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     if options.quantized:
@@ -248,13 +254,6 @@ def _tables_of(dtype: torch.dtype, options: Options) -> dict[str, list[Row]]:
         f"matrices of {matrices}": measure_linear(dtype, rounds),
         f"attention of {matrices}": measure_attention(dtype, rounds),
     }
-
-
-def _in_huge_pages() -> None:
-    """Starts over, once, with the memory that `stages/stage_processes.py` gives to stages."""
-    if "GLIBC_TUNABLES" not in os.environ:
-        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

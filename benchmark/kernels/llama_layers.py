@@ -2,8 +2,9 @@
 
 Called by `published_layers.py`. It times a file with the layers and one with them twice, and takes
 the difference: embedding, head and what a step costs besides its layers drop out. One thread, time
-of the clock. Keys and values have 16 bits; rows that meet MXFP4 are rounded to 8 bits, which is
-what llama.cpp computes with.
+of the clock. Files are read into memory, in huge pages where the environment asks for them
+(`turns.in_huge_pages`); mapped, as by default, they would have small pages. Keys and values have 16
+bits; rows that meet MXFP4 are rounded to 8 bits, which is what llama.cpp computes with.
 """
 
 import json
@@ -69,7 +70,7 @@ def bench_flags(published: PublishedLayers, chunks: Step) -> list[str]:
         prompt, decodes = length, 1
         prompts, counts = f"{prompt},1", "1"
     flags = ["-npp", prompts, "-ntg", str(decodes), "-npl", counts]
-    flags += ["--ctx-size", str(count * (prompt + decodes))]
+    flags += ["--ctx-size", str(count * (prompt + decodes)), "--load-mode", "none"]
     if STATE not in (*published.layer_types, *published.others):
         flags.append("-pps")  # one prompt is copied, which llama.cpp cannot do with states
     return [*flags, "--threads", "1", "--threads-batch", "1", "--output-format", "jsonl"]

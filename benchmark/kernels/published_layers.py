@@ -6,12 +6,13 @@
 
 A layer of Qwen3.5-4B with a state and one with attention, and two of gpt-oss-20b, one with a
 window, with experts in MXFP4 as published; transformers' have them in bf16, which is what it
-computes with on a CPU, and take 3.3 GB beside our 1 GB. One thread, CPU time. The limit of a step
-is the longer of reading what it needs once and its arithmetic (`OurLayers.limit_ms`).
+computes with on a CPU, and take 3.3 GB beside our 1 GB. One thread, CPU time, in huge pages as a
+stage's process has them. The limit of a step is the longer of reading what it needs once and its
+arithmetic (`OurLayers.limit_ms`), at the rates of the faster of our products and oneDNN's.
 
 With `--llama-rounds` llama.cpp runs the same layers (`llama_layers.py`): some seven minutes a round
 on a quiet AMX Xeon, four of them for the prompts of decodes with attention. Its time is that of the
-clock, which other work lengthens.
+clock, which other work lengthens; its weights have huge pages as well.
 """
 
 import argparse
@@ -26,18 +27,18 @@ import torch
 from benchmark.kernels.layers_under_test import DTYPE, CoreRates, OurLayers, TransformersLayers
 from benchmark.kernels.llama_layers import LlamaLayers
 from benchmark.kernels.published_models import PUBLISHED, PublishedLayers
+from benchmark.kernels.stage_step import competitors
 from benchmark.support.command import Command, Options, Report, progress
 from benchmark.support.paths import SCRATCH
 from benchmark.support.turns import (
     Row,
     flops_per_ms,
+    in_huge_pages,
     median_and_spread,
     read_bytes_per_ms,
     row_table,
     take_turns,
 )
-from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
-from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,14 +51,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(options: Options) -> Report:
+    in_huge_pages(__spec__.name)
     torch.set_num_threads(1)
     torch.manual_seed(1)
     chosen = [published for published in PUBLISHED if options.only in published.name]
-    kernels = CompiledKernels(load_cpu_kernels())
     rates = CoreRates(
-        read_bytes_per_ms(options.rounds),
-        flops_per_ms(kernels, DTYPE, options.rounds),
-        flops_per_ms(kernels, torch.float32, options.rounds),
+        read_bytes_per_ms(options.rounds), _rate(DTYPE, options), _rate(torch.float32, options)
     )
     table: list[Row] = []
     num_steps = sum(len(published.steps) for published in chosen)
@@ -72,9 +71,26 @@ def _measure(options: Options) -> Report:
     return Report(
         name="published_layers",
         texts=[row_table(table), text],
-        facts={"model": {published.name: "random weights" for published in chosen}},
+        facts={
+            "model": {published.name: "random weights" for published in chosen},
+            "measured": _conditions(options),
+        },
         record={"table": table},
     )
+
+
+def _conditions(options: Options) -> dict[str, str]:
+    """The kinds of time and memory, which are not the same for all engines."""
+    time, weights = "of the CPU, one thread", "in huge pages as far as the system gives them"
+    if options.llama_rounds:
+        time += "; llama.cpp's of the clock, one thread"
+        weights += "; llama.cpp's read into memory, not mapped"
+    return {"time": time, "weights": weights}
+
+
+def _rate(dtype: torch.dtype, options: Options) -> float:
+    """Floating-point operations of one core in a millisecond."""
+    return max(flops_per_ms(kernels, dtype, options.rounds) for kernels in competitors().values())
 
 
 def _rows(

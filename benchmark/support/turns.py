@@ -4,7 +4,9 @@ CPU time of one thread is counted, so that other work
 on the machine costs all competitors alike; it still slows them, so quote ratios.
 """
 
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +18,17 @@ from benchmark.support.dated_result import markdown_table
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 
 Row = dict[str, Any]
+# (outputs, inputs) of the products whose fastest gives a core's rate, with so many rows.
+_MATRICES = ((4096, 1024), (2048, 2048), (4096, 4096))
+_ROWS = 512
+
+
+def in_huge_pages(module: str) -> None:
+    """Starts the command over, once, with the memory that `stages/stage_processes.py` gives to
+    stages."""
+    if "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def take_turns(competitors: Mapping[str, Callable[[], object]], rounds: int) -> Row:
@@ -49,10 +62,15 @@ def read_bytes_per_ms(rounds: int) -> float:
 
 
 def flops_per_ms(kernels: LayerKernels, dtype: torch.dtype, rounds: int) -> float:
-    """The rate of one core in a large matrix product of `kernels`, of random numbers."""
-    linear = kernels.linear(torch.randn(4096, 1024).to(dtype))
-    row = take_turns({"product": partial(linear, torch.randn(512, 1024).to(dtype))}, rounds)
-    return 2 * 512 * 4096 * 1024 / row["product_ms"]
+    """The rate of one core in the fastest of some large matrix products of `kernels`, of random
+    numbers."""
+    rates = []
+    for outputs, inputs in _MATRICES:
+        linear = kernels.linear(torch.randn(outputs, inputs).to(dtype))
+        rows = torch.randn(_ROWS, inputs).to(dtype)
+        product_ms = take_turns({"product": partial(linear, rows)}, rounds)["product_ms"]
+        rates.append(2 * _ROWS * outputs * inputs / product_ms)
+    return max(rates)
 
 
 def row_table(table: Sequence[Row]) -> str:

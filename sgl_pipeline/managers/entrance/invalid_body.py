@@ -8,6 +8,7 @@ A field of several types is refused by each of them: faults of one field are joi
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -22,12 +23,14 @@ _UPSTREAMS_OWN = ("/v1/messages", "/v1/systemone")
 _KINDS = ("role", "type")
 _KIND_FAULTS = ("literal_error", "value_error", "enum")
 _MOST_CHARACTERS = 60
+_MOST_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A fault at `path` in the body. The types that might have been meant are named in `branches`,
-    each by the path of the value and its label, the outermost first."""
+    """A fault at `path` in the body, or of a parameter of the URL. The types that might have been
+    meant are named in `branches`, each by the path of the value and its label, the outermost
+    first."""
 
     path: tuple[object, ...]
     words: str
@@ -41,7 +44,9 @@ class _Fault:
         path: list[object] = []
         branches = []
         value, kind = body, error["type"]
-        parts = error["loc"][1:]
+        source, *parts = error["loc"]
+        if source != "body":
+            path, parts = [source, *parts], []
         for place, part in enumerate(parts):
             is_last_missing = kind == "missing" and place == len(parts) - 1
             if _holds(value, part):
@@ -64,7 +69,7 @@ def _holds(value: Any, part: object) -> bool:
 
 
 def explain(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
-    """The faults of pydantic's `errors()` in one line: field, fault and value.
+    """The first faults of pydantic's `errors()` in one line: field, fault and value.
 
     Args:
         body: decoded; None where it is not JSON.
@@ -82,10 +87,13 @@ def explain(errors: Sequence[Mapping[str, Any]], body: Any) -> str:
         if fault.words not in known:
             known.append(fault.words)
         got[fault.path] = fault.got
-    return "; ".join(
-        f"{'.'.join(map(str, path))}: {', or '.join(found)}{_shown(got[path])}"
-        for path, found in words.items()
-    )
+    fields = [
+        f"{_name(path)}: {', or '.join(found)}{_shown(got[path])}"
+        for path, found in islice(words.items(), _MOST_FIELDS)
+    ]
+    if len(words) > len(fields):
+        fields.append(f"and {len(words) - len(fields)} more")
+    return "; ".join(fields)
 
 
 def _likely(faults: list[_Fault]) -> list[_Fault]:
@@ -108,10 +116,16 @@ def _likely(faults: list[_Fault]) -> list[_Fault]:
     return [fault for fault in faults if is_likely(fault)]
 
 
+def _name(path: tuple[object, ...]) -> str:
+    return _cut(".".join(map(str, path))) if path else "the body"
+
+
 def _shown(value: str) -> str:
-    if not value:
-        return ""
-    return f" (got {value if len(value) <= _MOST_CHARACTERS else value[:_MOST_CHARACTERS] + '...'})"
+    return f" (got {_cut(value)})" if value else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 async def answer_invalid(request: Request, error: RequestValidationError) -> Response:

@@ -62,7 +62,7 @@ struct Mxfp4Product {
       // GCC does not know that tile operations read memory.
       asm volatile("" ::"r"(&expanded) : "memory");
       // Nothing is asked for ahead: that is done where the weight is expanded.
-      const Panel panel{{expanded[0], expanded[1]}, {}, tiles, product.row_tiles(), first > 0, 0, 0};
+      const Panel panel{{expanded[0], expanded[1]}, {}, tiles, product.row_tiles(), first > 0, 0, 0, 0};
       for (int64_t row = rows.first; row < rows.end; row += kGroupRows)
         multiply_group(rows, row, first, panel, index);
     }

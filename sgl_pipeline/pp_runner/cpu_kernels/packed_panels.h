@@ -11,6 +11,11 @@
 
 namespace {
 
+constexpr int kFewGroups = 4;  // of rows, which wait for weights rather than for their products
+// From so many on, weights are asked for in the order of memory, as the L2 cache then reads on by
+// itself; for fewer it is faster to ask for some lines of each tile.
+constexpr int64_t kRowsInOrder = 64;
+
 // Some tiles of two blocks of a weight, and those that will be wanted next: some lines of each of
 // these are asked for, into the L2 cache. Asked for in the L1, they would push out what is in use.
 struct Panel {
@@ -21,16 +26,16 @@ struct Panel {
   bool accumulate;    // to the sums of the tiles before
   int64_t next_line;  // of each block, the first one that is asked for
   int lines_asked;    // of each block, with a tile
+  int line_step;      // from the first of them to the first with the next tile
   const Byte* next_sums = nullptr;  // of which some lines are asked for with a tile, to be written
   int64_t sum_lines = 0;
 
   // A quarter of the requests beside a tile. They are to be spread over the work on it: those that
-  // come at once do not all get as far as the L2. They go through memory in order, as the cache then
-  // reads on by itself.
+  // come at once do not all get as far as the L2.
   void prefetch(int64_t tile, int quarter) const {
     const int half = lines_asked / 2;
     const int first = quarter < 2 ? 0 : half, end = quarter < 2 ? half : lines_asked;
-    const Byte* const source = next[quarter % 2] + (next_line + tile * lines_asked) * kLine;
+    const Byte* const source = next[quarter % 2] + (next_line + tile * line_step) * kLine;
     for (int line = first; line < end; ++line) __builtin_prefetch(source + line * kLine, 0, 2);
   }
 
@@ -40,11 +45,12 @@ struct Panel {
   }
 
   // For the `part`-th of `parts` that share the work of asking.
-  void share_prefetch(int part, int parts) {
+  void share_prefetch(int part, int parts, bool in_order) {
     constexpr int kLines = kTile / kLine;
     const int first = kLines * part / parts;
-    next_line = first * tiles;
     lines_asked = kLines * (part + 1) / parts - first;
+    next_line = in_order ? first * tiles : first;
+    line_step = in_order ? lines_asked : kLines;
   }
 };
 
@@ -54,10 +60,15 @@ struct WaitingRows {
   int64_t row;
   int64_t end;
 
-  // Puts `count` of them, or as many as there are, by put(row, sums).
+  // Puts `count` of them, or as many as there are, by put_row(row, sums), of which it has a copy:
+  // what others may refer to is read again after each store.
   template <typename Put>
-  __attribute__((always_inline)) void put(int64_t count, const Put& put_row) {
-    for (; count > 0 && row < end; --count, ++row, ++sums) put_row(row, *sums);
+  __attribute__((always_inline)) void put(int64_t count, const Put put_row) {
+    const int64_t first = row, stop = std::min(row + count, end);
+    const auto* const of_first = sums;
+    for (int64_t i = 0; i < stop - first; ++i) put_row(first + i, of_first[i]);
+    sums += stop - first;
+    row = stop;
   }
 };
 
@@ -181,8 +192,8 @@ inline int64_t tile_parts(const Product& product) {
 }
 
 // One panel for all rows, some of its tiles after the others. `put(row, sums)` is called with the
-// sums of each row when no tiles are left: where that is possible, beside the tiles of the group of
-// rows after its own.
+// sums of each row when no tiles are left: with tiles and many rows, beside the products of the group
+// of rows after its own.
 template <typename Multiply, typename Put>
 void run_panel(const Product& product, const RowGroups& rows, int64_t index,
                const Multiply& multiply, const Put& put) {
@@ -192,6 +203,8 @@ void run_panel(const Product& product, const RowGroups& rows, int64_t index,
   const int64_t first_tile = rows.first_part * kTilesAtOnce;
   const int64_t end_tile = std::min(rows.end_part * kTilesAtOnce, all_tiles);
   const int64_t sum_lines = tiles_of(sizeof(Sums) / kLine, end_tile - first_tile);
+  const bool in_order = rows.end - rows.first >= kRowsInOrder;
+  const bool works_beside = Multiply::kWorksBeside && groups > kFewGroups;
   WaitingRows waiting{};
   for (int64_t first = first_tile; first < end_tile; first += tiles_at_once) {
     const int64_t end = std::min(first + tiles_at_once, end_tile);
@@ -205,6 +218,7 @@ void run_panel(const Product& product, const RowGroups& rows, int64_t index,
                 product.row_tiles(),
                 first > 0,
                 0,
+                0,
                 0};
     for (int group = 0; group < groups; ++group) {
       const int64_t row = rows.first + int64_t{group} * kGroupRows;
@@ -212,7 +226,7 @@ void run_panel(const Product& product, const RowGroups& rows, int64_t index,
       const Byte* const packed =
           rows.packed + (row - rows.first) * product.row_tiles() * kLine + first * kTile;
       Sums& sums = rows.sums[group];
-      panel.share_prefetch(group, groups);
+      panel.share_prefetch(group, groups, in_order);
       if (rows.next_sums != nullptr) {
         panel.next_sums = reinterpret_cast<const Byte*>(rows.next_sums + group) +
                           (first - first_tile) * sum_lines * kLine;
@@ -228,7 +242,7 @@ void run_panel(const Product& product, const RowGroups& rows, int64_t index,
       }
       if (!is_done) multiply(packed, num_rows, panel, sums, Nothing{});
       if (end == all_tiles) waiting = {sums, row, row + num_rows};
-      if (!Multiply::kWorksBeside) waiting.put(kGroupRows, put);
+      if (!works_beside) waiting.put(kGroupRows, put);
     }
   }
   waiting.put(kGroupRows, put);

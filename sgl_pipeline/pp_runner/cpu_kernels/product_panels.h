@@ -68,6 +68,9 @@ struct Product {
   int64_t blocks() const { return tiles_of(outputs, kBlock) * (gated ? 2 : 1); }
   int panel_outputs() const { return gated ? kBlock : 2 * kBlock; }
   int64_t panels() const { return tiles_of(blocks(), 2); }
+  // Panels that one thread has to run one after the other: of a gated result that goes past the
+  // caches each has half of a line.
+  int64_t panels_together() const { return gated && passes_caches() ? 2 : 1; }
   bool passes_caches() const {
     return num_rows > kCachedRows && num_rows * outputs * int64_t{sizeof(BFloat16)} > kCachedBytes &&
            outputs % (2 * kBlock) == 0 && reinterpret_cast<uintptr_t>(out) % kLine == 0;
@@ -177,18 +180,18 @@ class ResultPanel {
         return store(half_lines_[row], low);
       case kSecondHalf:
         return stream(target - kBlock, load(half_lines_[row]), low);
-      case kLine:
+      case kWholeLine:
         return stream(target, low, high);
     }
   }
 
  private:
   // The second and third: a gated panel has half a line, and waits for its neighbor.
-  enum Place { kCache, kFirstHalf, kSecondHalf, kLine };
+  enum Place { kCache, kFirstHalf, kSecondHalf, kWholeLine };
 
   static Place place_of(const Product& product, int64_t panel) {
     if (!product.passes_caches()) return kCache;
-    return !product.gated ? kLine : panel % 2 == 0 ? kFirstHalf : kSecondHalf;
+    return !product.gated ? kWholeLine : panel % 2 == 0 ? kFirstHalf : kSecondHalf;
   }
 
   // Past the caches, as a line that is written there is read from memory first.
@@ -233,10 +236,12 @@ class Workspace {
 
   void grow(int64_t bytes) {
     const int64_t alignment = bytes > kHugePage / 4 ? kHugePage : kLine;
-    size_ = tiles_of(bytes, alignment) * alignment;
+    const int64_t size = tiles_of(bytes, alignment) * alignment;
     memory_.reset();
-    memory_.reset(std::aligned_alloc(alignment, size_));
+    size_ = 0;
+    memory_.reset(std::aligned_alloc(alignment, size));
     if (memory_ == nullptr) throw std::bad_alloc();
+    size_ = size;
 #if defined(__linux__)
     if (alignment == kHugePage) madvise(memory_.get(), size_, MADV_HUGEPAGE);
 #endif
@@ -275,6 +280,7 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
   const int64_t rounds = tiles_of(packed_rows * product.input_tiles() * kLine, kPackedRowsBytes);
   const int64_t parts_at_once = tiles_of(parts, std::clamp<int64_t>(rounds, 1, parts));
   const int64_t groups = tiles_of(packed_rows, kGroupRows);
+  const int64_t together = product.panels_together();
   const bool is_whole = parts_at_once >= parts;
   in_team(num_threads, [&] {
     arithmetic.open();
@@ -319,12 +325,11 @@ void run_product(const Arithmetic& arithmetic, int num_threads) {
         const int64_t end_part = std::min(part + parts_at_once, parts);
         const RowGroups rows{first,  end,     part,    end_part,  packed,
                              scales, nullptr, nullptr, half_lines};
-        // A panel is the same thread's for all parts, which need not wait for one another, and so
-        // are two neighbors, which share lines of a gated result.
+        // A panel is the same thread's for all parts, which need not wait for one another.
 #pragma omp for schedule(static) nowait
-        for (int64_t pair = 0; pair < tiles_of(product.panels(), 2); ++pair) {
-          run(2 * pair, rows);
-          if (2 * pair + 1 < product.panels()) run(2 * pair + 1, rows);
+        for (int64_t begin = 0; begin < product.panels(); begin += together) {
+          const int64_t end_panel = std::min(begin + together, product.panels());
+          for (int64_t panel = begin; panel < end_panel; ++panel) run(panel, rows);
         }
       }
       _mm_sfence();  // no order but this one holds for what goes past the caches

@@ -24,7 +24,7 @@ struct BFloat16Product {
 
   void run(const RowGroups& rows, int64_t panel) const {
     const ResultPanel result(product, rows, panel);
-    run_by_dots<BFloat16Dot>(amx, product, rows, panel, [&](int64_t row, const float* sums) {
+    run_by_dots<BFloat16Dot>(amx, product, rows, panel, [result](int64_t row, const float* sums) {
       result.put(row, load(sums), load(sums + kBlock));
     });
   }

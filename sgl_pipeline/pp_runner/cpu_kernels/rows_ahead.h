@@ -24,9 +24,9 @@ class RowsAhead {
   void start(const Step& step, const void* pages, int64_t row_bytes, const WorkItem& item,
              const WorkItem* following) {
     step_ = &step;
-    heads_ = static_cast<const char*>(pages) + item.head * row_bytes;
+    numbers_ = static_cast<const char*>(pages);
+    row_bytes_ = row_bytes;
     token_bytes_ = step.num_kv_heads * row_bytes;
-    heads_bytes_ = item.num_heads * row_bytes;
     following_ = following;
     take(item, item.first_key(step) + kTokensAhead, item.end_key(step));
   }
@@ -44,6 +44,8 @@ class RowsAhead {
   static constexpr int kLineBytes = 64;
 
   void take(const WorkItem& item, int first_key, int end_key) {
+    heads_ = numbers_ + item.head * row_bytes_;
+    heads_bytes_ = item.num_heads * row_bytes_;
     tokens_left_ = end_key - first_key;
     pages_ = step_->page_indices + step_->page_indptr[item.chunk];
     next_key_ = first_key;
@@ -67,7 +69,9 @@ class RowsAhead {
   }
 
   const Step* step_;
-  const char* heads_;  // the item's, of the first token in the pages
+  const char* numbers_;  // the pages'
+  int64_t row_bytes_;    // of a head
+  const char* heads_;    // the item's, of the first token in the pages
   int64_t token_bytes_;
   int64_t heads_bytes_;
   const WorkItem* following_;

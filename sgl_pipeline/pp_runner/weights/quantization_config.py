@@ -11,7 +11,9 @@ from typing import Any
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.weights.schemes import (
+    GPTQ_LEFT_OUT,
     Fp8Scheme,
+    GptqLeftOut,
     Int4Scheme,
     Int8Scheme,
     Layout,
@@ -19,6 +21,7 @@ from sgl_pipeline.pp_runner.weights.schemes import (
     Names,
     Quantization,
     Scheme,
+    gptq_pattern,
     is_inside,
     matches_target,
 )
@@ -27,7 +30,6 @@ W8A8_INT8, W4A8_INT8, FP8 = "w8a8_int8", "w4a8_int8", "fp8"
 _BLOCK = (128, 128)
 # As small as kernels take them, because nothing but the nearest number is looked for.
 _ROUNDED_GROUP_SIZE = 32
-_LEFT_OUT = "-:"  # begins a pattern of GPTQModel for matrices of 16 bits
 # Fields about the making of the checkpoint, which its tensors do not depend on.
 _MAKING = {
     "compressed-tensors": """global_compression_ratio quantization_status version run_compressed
@@ -306,34 +308,24 @@ def _gptq(fields: _Fields, head: str) -> Quantization:
     ignored = () if fields.need("lm_head", True, False, default=False) else (head,)
     layout = Layout.GPTQ if version == "gptq" else Layout.GPTQ_V2
     quantization = _everything_but(ignored, scheme, layout, fields)
-    patterns = (*ignored, *_left_out_patterns(fields))
-    return replace(quantization, ignored=Names(patterns, _is_left_out))
+    return replace(quantization, ignored=GptqLeftOut(ignored, _dynamic_patterns(fields)))
 
 
-def _left_out_patterns(fields: _Fields) -> list[str]:
-    """Patterns of GPTQModel's `dynamic` that leave matrices out; others must change nothing."""
+def _dynamic_patterns(fields: _Fields) -> tuple[str, ...]:
+    """Patterns of GPTQModel's `dynamic`, in order: they leave matrices out or change nothing."""
     changes = fields.take("dynamic", {})
     if not isinstance(changes, dict) or not all(map(_is_understood, changes.items())):
         fields.refuse("dynamic", "an object of patterns that leave matrices out, as '-:.*attn.*'")
-    return [pattern for pattern in changes if pattern.startswith(_LEFT_OUT)]
+    return tuple(changes)
 
 
 def _is_understood(change: tuple[str, Any]) -> bool:
-    pattern, own = change
-    if not pattern.startswith(_LEFT_OUT):
-        return not own
+    entry, own = change
     try:
-        re.compile(pattern.removeprefix(_LEFT_OUT))
+        gptq_pattern(entry)
     except re.error:
         return False
-    return True
-
-
-def _is_left_out(module: str, entry: str) -> bool:
-    """True if `entry`, a pattern of `dynamic` or a name, leaves `module` out."""
-    if entry.startswith(_LEFT_OUT):
-        return re.match(entry.removeprefix(_LEFT_OUT), module) is not None
-    return is_inside(module, entry)
+    return entry.startswith(GPTQ_LEFT_OUT) or not own
 
 
 def _awq(fields: _Fields, head: str) -> Quantization:

@@ -4,7 +4,7 @@ A part of the `ModelSpec`. Reads no tensor.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -12,6 +12,8 @@ import torch
 
 from sgl_pipeline.pp_runner.weights.quantized_weights import QuantizedWeight
 from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8, to_mxfp4
+
+GPTQ_LEFT_OUT = "-:"  # begins a pattern of GPTQModel for matrices of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,30 @@ def is_inside(module: str, name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class GptqLeftOut:
+    """The matrices of a GPTQ checkpoint that have 16 bits: those inside one of `names`, and those
+    of which the first pattern in `dynamic` that matches begins with "-:", as in GPTQModel's
+    `dynamic_get` (quantization/config.py)."""
+
+    names: tuple[str, ...]
+    dynamic: tuple[str, ...]
+
+    def __contains__(self, module: object) -> bool:
+        assert isinstance(module, str)
+        first = next((one for one in self.dynamic if gptq_pattern(one).match(module)), "")
+        is_named = any(is_inside(module, name) for name in self.names)
+        return is_named or first.startswith(GPTQ_LEFT_OUT)
+
+
+def gptq_pattern(entry: str) -> re.Pattern[str]:
+    """The pattern of an entry of GPTQModel's `dynamic`, which begins with "-:", "+:" or neither.
+
+    Raises re.error.
+    """
+    return re.compile(entry[2:] if entry.startswith((GPTQ_LEFT_OUT, "+:")) else entry)
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """The quantized matrices and their formats; `method` is spelled as in the config or
     `--quantization`.
@@ -111,7 +137,7 @@ class Quantization:
     method: str
     layout: Layout
     groups: tuple[tuple[Names, Scheme], ...]
-    ignored: Names
+    ignored: Container[str]
     has_kv_scales: bool = False
     rounded_head: str | None = None
 

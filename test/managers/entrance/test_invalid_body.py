@@ -12,13 +12,14 @@ from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     ResponsesRequest,
+    TokenizeRequest,
 )
 
 from sgl_pipeline.managers.entrance.route_guard import guard_routes
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,10 @@ def client() -> TestClient:
     async def message(request: AnthropicMessagesRequest) -> None: ...
     async def generate(request: OllamaGenerateRequest) -> None: ...
 
+    async def tokenize(request: TokenizeRequest, limit: int = 0) -> None: ...
+
     app.post(CHAT)(chat)
+    app.post(TOKENIZE)(tokenize)
     app.post(COMPLETIONS)(complete)
     app.post("/v1/responses")(respond)
     app.post("/v1/messages")(message)
@@ -80,10 +84,22 @@ def client() -> TestClient:
             "seed: Input should be a valid integer, unable to parse string as an integer (got "
             f"'{'y' * 59}...)",
         ),
+        (
+            TOKENIZE,
+            [],
+            "the body: Input should be a valid dictionary or object to extract fields from "
+            "(got [])",
+        ),
+        (
+            f"{TOKENIZE}?limit=x",
+            {"prompt": "x"},
+            "query.limit: Input should be a valid integer, unable to parse string as an integer "
+            "(got 'x')",
+        ),
     ],
 )
 def test_a_field_is_named_with_its_fault_and_its_value(
-    client: TestClient, path: str, body: dict[str, Any], message: str
+    client: TestClient, path: str, body: Any, message: str
 ) -> None:
     reply = client.post(path, json=body)
     assert reply.status_code == 400
@@ -94,6 +110,15 @@ def test_a_field_is_named_with_its_fault_and_its_value(
         "param": None,
         "code": 400,
     }
+
+
+def test_of_many_faults_the_first_fields_are_shown(client: TestClient) -> None:
+    bias = {f"{'0' * 99}{token}": "x" for token in range(8)}
+    reply = client.post(CHAT, json=HELLO | {"logit_bias": bias})
+    message = reply.json()["message"]
+    assert reply.status_code == 400 and len(message) < 1000
+    assert message.startswith(f"logit_bias.{'0' * 49}...: Input should be a valid number")
+    assert message.endswith("; and 3 more")
 
 
 @pytest.mark.parametrize(

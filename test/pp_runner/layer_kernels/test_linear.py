@@ -199,6 +199,23 @@ def test_rows_whose_sums_would_take_too_much_memory_are_multiplied_in_parts_of_t
 
 
 @pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_result_that_goes_past_the_caches_has_the_bits_of_few_rows(
+    instructions: str, is_gated: bool
+) -> None:
+    """300 rows of it take 1.2 MB; few rows of it stay in the caches."""
+    weight = random_weight(2048 * (2 if is_gated else 1), 100, torch.bfloat16)
+    bias = random_rows(1, len(weight), torch.bfloat16)[0]
+    linear = compiled_linear(instructions, weight, bias, is_gated=is_gated)
+    x = random_rows(300, 100, torch.bfloat16)
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        whole = linear(x)
+        assert torch.equal(whole, torch.cat([linear(part) for part in x.split(50)]))
+
+
+@pytest.mark.compiler
 def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch() -> None:
     kernels = CompiledKernels(load_cpu_kernels())
     assert isinstance(kernels.linear(random_weight(8, 8, torch.float32)), TorchLinear)

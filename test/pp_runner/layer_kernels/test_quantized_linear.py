@@ -245,7 +245,7 @@ def test_every_mxfp4_number_is_exact_with_every_scale():
 
 @pytest.mark.compiler
 @every_kind
-@pytest.mark.parametrize("shape", [(64, 96), (1000, 192), (40, 3072)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 96), (1000, 192), (40, 3072), (4096, 96)], ids=str)
 def test_a_row_has_the_same_bits_in_every_microbatch(kind, shape):
     weight, x = quantized(kind, *shape), random(7, 300, shape[1])
     for linear in (compiled("native", weight), compiled("native", weight, is_gated=True)):

@@ -115,6 +115,7 @@ def changed(name: str, path: tuple[str, ...], value: Any) -> dict[str, Any]:
         ("gptq", ("dynamic",), {"+:.*": {"bits": 8}}),
         ("gptq", ("dynamic",), {".*": {"bits": 8}}),
         ("gptq", ("dynamic",), {"-:(": {}}),
+        ("gptq", ("dynamic",), {"+:(": {}}),
         ("gptq", ("dynamic",), ["-:.*attn.*"]),
         ("gptq", ("checkpoint_format",), "marlin"),
         ("gptq", ("is_marlin_format",), True),
@@ -155,6 +156,28 @@ def test_which_matrices_are_quantized():
     assert without_attention.scheme_of("model.layers.0.mlp.up_proj") == Int4Scheme(32, False)
     with_head = read(FORMATS["gptq"].config | {"lm_head": True})
     assert with_head.scheme_of("lm_head") == Int4Scheme(32, False)
+
+
+@pytest.mark.parametrize(
+    ("entries", "left_out"),
+    [
+        (("+:.*down_proj", r"-:.*layers\.0\..*"), {"model.layers.0.mlp.up_proj"}),
+        ((".*down_proj", r"-:.*layers\.0\..*"), {"model.layers.0.mlp.up_proj"}),
+        (
+            (r"-:.*layers\.0\..*", "+:.*down_proj"),
+            {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"},
+        ),
+        # Patterns begin where the name does, and need not reach its end.
+        (("-:down_proj", "-:model.layers.1"), {"model.layers.1.mlp.down_proj"}),
+    ],
+)
+def test_the_first_pattern_that_matches_a_matrix_counts(
+    entries: tuple[str, ...], left_out: set[str]
+) -> None:
+    quantization = read(FORMATS["gptq"].config | {"dynamic": {entry: {} for entry in entries}})
+    names = [f"model.layers.{name}_proj" for name in ("0.mlp.up", "0.mlp.down", "1.mlp.down")]
+    assert {name for name in names if quantization.scheme_of(name) is None} == left_out
+    assert quantization.scheme_of("lm_head") is None
 
 
 def test_sixteen_bits_are_rounded_on_request_and_nothing_else_is():
