@@ -4,8 +4,8 @@
     python -m benchmark.forecasts.capacity --rounds 2
 
 Run by hand on a quiet machine, some six minutes, with two rounds ten. One server is recorded
-under calibration loads, from which its step times are fitted. Then, for each of three loads,
-the highest rate with 90 % goodput is searched twice: in the simulator, and with real requests, the
+under calibration loads, from which its step times are fitted. Then, for each of three loads, the
+highest rate with 90 % goodput is searched twice: in the simulator, and with real requests, the
 same ones at the same moments, from the same guess by the same rule. The interval of an error is of
 pairs: a sample draws the same requests on both sides. Targets are multiples of what a request of
 the load gets alone, since a machine's pace differs from hour to hour.

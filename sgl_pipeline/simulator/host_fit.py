@@ -23,9 +23,9 @@ _LONGEST_S, _LONGEST = 0.03, 10.0
 # Of fewer waits, a few for a core would be the mean.
 _FEWEST = 20
 # A slope is used far beyond the steps that show it: of lone requests, which give 1 to 4 tokens, at
-# steps of 64. So the rows must differ by more than these do, whose standard deviation is 1 or so, and
-# idle steps are unlike busy ones in other ways too; and by so much, over so many steps, that chance
-# would make a third of the slope at most.
+# steps of 64. So the rows must differ by more than those, whose standard deviation is about 1, for
+# idle steps are unlike busy ones in other ways, too. And by so much, over so many steps, that the
+# slope is three times what chance makes of waits like these.
 _SPREAD_ROWS = 3.0
 _STANDARD_ERRORS = 3.0
 # A result's own work ends where the next step is decided; times of one clock are equal up to this.

@@ -91,6 +91,7 @@ def test_one_wait_of_few_for_a_stage_that_stopped_is_no_hosts_work() -> None:
     calm = fit_host(records)[0]
     records[9] = _later_inputs(records[9], 5.0)
     found = fit_host(records)[0]
+    assert found.schedule_s(1) == pytest.approx(calm.schedule_s(1), rel=0.01)
     assert found.prepare_s(1) == pytest.approx(calm.prepare_s(1), rel=0.01)
     assert found.transit_s == pytest.approx(calm.transit_s, rel=0.01)
 
