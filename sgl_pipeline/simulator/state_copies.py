@@ -32,8 +32,8 @@ class StateCopies:
 
     @property
     def awaited_bytes(self) -> float:
-        """Bytes of these that a move waits for: none of the last rounds, which could go on for ever,
-        since steps leave states alone again and again."""
+        """Bytes of these that a move waits for: none of the last rounds, which could go on for
+        ever, since steps leave states alone again and again."""
         return self.queued_bytes if self._rounds < MAX_ROUNDS else 0.0
 
     def send(self, num_bytes: float) -> None:
