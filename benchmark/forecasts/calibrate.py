@@ -264,11 +264,12 @@ def _fit_table(rounds: Sequence[Round]) -> str:
     heads = ["round", "stage", "base", "us a row beyond each knot", "attended token, sample"]
     host, link = costs.host, costs.link
     text = (
-        f"In the last round: from a decision to its order on a stage "
+        f"In the last round: a decision "
         f"{_by_token(host.schedule_step_s, host.schedule_chunk_s)}, from a step to the next one's "
         f"inputs {_by_token(host.prepare_step_s, host.prepare_chunk_s)}, from a result to the next "
         f"decision {_by_token(host.result_step_s, host.result_token_s)}; a hop "
-        f"{link.latency_s * 1e3:.2f} ms, a result's way back {host.transit_s * 1e3:.2f} ms; the "
+        f"{link.latency_s * 1e3:.2f} ms, an order's way and a result's way back together "
+        f"{host.transit_s * 1e3:.2f} ms; the "
         f"front's share of TTFT {one.front_ms(False):.1f} ms, {one.front_ms(True):.1f} ms where "
         "all requests come at once."
     )

@@ -4,12 +4,15 @@
     python -m benchmark.forecasts.capacity --rounds 2
 
 Run by hand on a quiet machine, some six minutes, with two rounds ten. One server is recorded
-under calibration loads, from which its step times are fitted. Then, for each of three loads that
-the fit has not seen, the highest rate with 90 % goodput is searched twice: in the simulator, and
-with real requests, the same ones at the same moments, from the same guess by the same rule. The
-interval of an error is of pairs: a sample draws the same requests on both sides. Targets are
-multiples of what a request of the load gets alone, since a machine's pace differs from hour to
-hour.
+under calibration loads, from which its step times are fitted. Then, for each of three loads, the
+highest rate with 90 % goodput is searched twice: in the simulator, and with real requests, the
+same ones at the same moments, from the same guess by the same rule. The interval of an error is of
+pairs: a sample draws the same requests on both sides. Targets are multiples of what a request of
+the load gets alone, since a machine's pace differs from hour to hour.
+
+None of the three is among the calibration loads. But the stream among these, of up to 64 tokens in
+and 96 out at 16 requests a second, is near the second of the three, 48 in and 128 out, and near its
+capacity: there the prediction goes from a load to a similar one, not to a new one.
 
 A load must arrive for longer than its requests stay, else its rate is that of a burst, and depends
 on their number. `--scale` multiplies the numbers of requests.

@@ -33,7 +33,8 @@ NEEDED_SHARE = 0.9
 # sizes, from a queue that is never empty to requests that are alone; decodes as wide as those of
 # the longest answers below, for a wide step need not take what narrow ones promise. In the stream
 # of the third line requests come and end all the time, as they do near a capacity: what the front
-# and the clients do for them takes the stages' cores, in a burst only at its start.
+# and the clients do for them takes the stages' cores, in a burst only at its start. It is much like
+# the second of LOADS, which so is no load that the fit knows nothing of.
 CALIBRATION = (
     (384, 48, 32, float("inf")),
     (48, 64, 128, float("inf")),

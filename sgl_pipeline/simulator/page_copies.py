@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sgl_pipeline.simulator.state_copies import StateCopies
+from sgl_pipeline.simulator.state_copies import MAX_ROUNDS, StateCopies
 
-# As `pp_runner/layer_moves/outgoing_layers.py` has them.
+# As `pp_runner/layer_moves/outgoing_layers.py` has it.
 SMALL_PATCH_PAGES = 64
-MAX_ROUNDS = 4
 # As `stage_site.py` and `links/page_link.py`: a parcel, and how many may be unread.
 PARCEL_BYTES = 512 * 1024
 MAX_UNREAD = 4
@@ -68,7 +67,7 @@ class PageCopy:
     """The `layers` that go from `source` to `target`.
 
     Copying begins at `begins_s`, of `num_pages` pages and of the states in `slots`. `ready_s` is
-    when what is left first was little; None until then.
+    when what is left first was little, or would never become little; None until then.
     `arrived_s` is when the last byte of the patch is at the target, known from the switch on;
     `all_s` when the target has taken up everything, known once it has.
     """
@@ -128,22 +127,22 @@ class PageCopy:
                 self._rounds += 1
                 self._left_of_pages = self._bytes_of(len(self._written))
                 self._written.clear()
+            self._note_ready(now_s)
             num_bytes = min(self.queued_bytes, most_bytes, self._most_in(until_s - now_s))
             self._count_sent(num_bytes)
             self.copied_bytes += num_bytes
             most_bytes -= num_bytes
             now_s += self.costs.copy_s(num_bytes)
             ended_s = now_s if num_bytes else ended_s
-            if self.queued_bytes > 0.0:
-                break
-            if not self._has_more_rounds():
-                self.ready_s = now_s if self.ready_s is None else self.ready_s
+            self._note_ready(now_s)
+            if self.queued_bytes > 0.0 or not self._has_more_rounds():
                 break
         return ended_s
 
     def sent_if_idle(self, since_s: float) -> float:
-        """The moment at which all is sent, if the source does nothing else from now on."""
-        left = self.queued_bytes
+        """The moment at which all that the move waits for is sent, if the source does nothing else
+        from now on."""
+        left = self._awaited_bytes
         if self._has_more_rounds():
             left += self._bytes_of(len(self._written))
         return max(since_s, self.begins_s) + self.debt_s + self.costs.copy_s(left)
@@ -184,6 +183,15 @@ class PageCopy:
         self.all_s = self.has_all_if_idle(since_s)
         self.taken_bytes += self.untaken_bytes
         return max(since_s, self.all_s)
+
+    @property
+    def _awaited_bytes(self) -> float:
+        """Of those that are queued, the ones that the move waits for."""
+        return self._left_of_pages + self._states.awaited_bytes
+
+    def _note_ready(self, now_s: float) -> None:
+        if self.ready_s is None and not (self._awaited_bytes or self._has_more_rounds()):
+            self.ready_s = now_s
 
     def _note_all(self, now_s: float) -> None:
         if self.arrived_s < float("inf"):

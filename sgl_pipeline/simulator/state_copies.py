@@ -5,7 +5,8 @@ written meanwhile. Bytes are a fluid, as those of pages (`page_copies.py`).
 from collections.abc import Iterable
 from itertools import takewhile
 
-# As `pp_runner/layer_moves/outgoing_layers.py` has it.
+# As `pp_runner/layer_moves/outgoing_layers.py` has them.
+MAX_ROUNDS = 4
 RESTING_STEPS = 32
 
 
@@ -22,11 +23,18 @@ class StateCopies:
         # By slot, the last step that wrote it, ascending.
         self._written: dict[int, int] = {}
         self._num_steps = 0
+        self._rounds = 1
 
     @property
     def queued_bytes(self) -> float:
         """Bytes that can go before the switch."""
         return sum(self._left.values())
+
+    @property
+    def awaited_bytes(self) -> float:
+        """Bytes of these that a move waits for: none of the last rounds, which could go on for
+        ever, since steps leave states alone again and again."""
+        return self.queued_bytes if self._rounds < MAX_ROUNDS else 0.0
 
     def send(self, num_bytes: float) -> None:
         """So many of them go; slots one after the other."""
@@ -47,7 +55,9 @@ class StateCopies:
             self._written[slot] = self._num_steps
         if not self._left:
             newest = self._num_steps - RESTING_STEPS
-            for slot in [*takewhile(lambda one: self._written[one] <= newest, self._written)]:
+            resting = [*takewhile(lambda one: self._written[one] <= newest, self._written)]
+            self._rounds += bool(resting)
+            for slot in resting:
                 del self._written[slot]
                 self._left[slot] = float(self._slot_bytes)
 

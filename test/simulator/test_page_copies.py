@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from sgl_pipeline.simulator.page_copies import MAX_ROUNDS, MoveCosts, PageCopy
-from sgl_pipeline.simulator.state_copies import RESTING_STEPS
+from sgl_pipeline.simulator.page_copies import MoveCosts, PageCopy
+from sgl_pipeline.simulator.state_copies import MAX_ROUNDS, RESTING_STEPS
 
 # A page of a layer is 10 bytes, ten of which are copied in a second.
 COSTS = MoveCosts(kv_bytes_per_token=5, page_size=2, bytes_per_s=100.0)
@@ -102,6 +102,39 @@ def test_states_go_once_behind_the_pages_and_those_written_meanwhile_at_the_swit
     # Two pages, and slots 4, 5 and 7.
     assert copy.finish(9.0) == pytest.approx(9.0 + 0.2 + 0.9)
     assert (copy.copied_bytes, copy.patch_bytes) == (pytest.approx(145.0), 110.0)
+
+
+def test_rounds_of_states_do_not_put_a_move_off_for_ever() -> None:
+    """As `pp_runner/layer_moves/test_outgoing_layers.py` has it of a stage: at each look another
+    request has ended, whose state has rested and waits to go."""
+    copy, now_s = copy_of(0, replace(COSTS, state_bytes=(30,))), 1.0
+    was_ready = []
+    for number in range(1, MAX_ROUNDS + 1):
+        copy.wrote([], [number])
+        for _ in range(RESTING_STEPS):
+            copy.wrote([], [0])
+        assert copy.queued_bytes == 30
+        was_ready.append(copy.sent_if_idle(now_s) == now_s)
+        copy.send(now_s, now_s + 9.0)
+        now_s += 10.0
+    assert was_ready == [False] * (MAX_ROUNDS - 2) + [True] * 2
+    assert copy.copied_bytes == pytest.approx(30 * MAX_ROUNDS)
+    # Slot 0 alone is left.
+    assert copy.finish(now_s) == pytest.approx(now_s + 0.3)
+
+
+def test_a_move_is_ready_beside_states_of_later_rounds() -> None:
+    """A request writes its state again whenever it has rested and before it has gone."""
+    copy = copy_of(0, replace(COSTS, state_bytes=(30,)), slots=(1,))
+    for _ in range(2, MAX_ROUNDS + 1):
+        copy.send(1.0, 1.1)
+        assert copy.ready_s is None
+        copy.wrote([], [1])
+        for _ in range(RESTING_STEPS):
+            copy.wrote([], [])
+    copy.send(2.0, 2.1)
+    assert copy.ready_s == 2.0
+    assert (copy.queued_bytes, copy.copied_bytes) == (pytest.approx(20), pytest.approx(40))
 
 
 def test_pages_of_layers_with_states_alone_do_not_count() -> None:
