@@ -10,9 +10,9 @@ of the request's path:
 - the end of what was cached of it without a snapshot when the request was admitted.
 
 A decode leaves its state behind at each multiple of an interval and goes on in another slot, that
-of the last one that it left: no state is copied, and a request has one such snapshot. It goes to
-the tree when the request ends, and so does the request's own state where it is one after whole
-pages.
+of the last one that it left: no state is copied, and a request has one such snapshot. When the
+request ends, its pages up to there go to the tree with it; or, where the request's own state is one
+after whole pages, the pages up to its last token with that, and the snapshot before it is freed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -182,7 +182,8 @@ class StateSnapshots:
         if held and held[-1].num_tokens >= request.prefill_end:
             slot = self._let_go(held.pop().slot)
         else:
-            self._storage.give_up_first(cached, 0)
+            if not self._slots.num_free:
+                self._storage.give_up_first(cached, 0)
             slot = self._take()
         if slot is None:
             return None
@@ -216,8 +217,10 @@ class StateSnapshots:
         """As `come_back`, for a request without a step in flight that gives its slot back: its own
         state is a snapshot too, if it is one after whole pages."""
         num_held, num_tokens = self.come_back(request), request.num_computed
-        # What began with a snapshot has a state of its own since its first chunk. A step that was
-        # taken back may have changed it.
+        # What began with a snapshot has a state of its own since its first chunk. Stages may have
+        # run a step that was taken back, so that the state is ahead. Of a request that has ended
+        # `num_scheduled` tells. Of one that runs nothing does, and its state may go to the tree:
+        # with states all pages are lost next (`StepScheduler.forget_in_flight`), and these with it.
         has_state = self._running[request].source is None and request.num_scheduled == num_tokens
         is_new = num_tokens > num_held and num_tokens % self._storage.page_size == 0
         if not has_state or not is_new:

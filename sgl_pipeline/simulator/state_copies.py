@@ -5,8 +5,7 @@ written meanwhile. Bytes are a fluid, as those of pages (`page_copies.py`).
 from collections.abc import Iterable
 from itertools import takewhile
 
-# As `pp_runner/layer_moves/outgoing_layers.py` has it.
-RESTING_STEPS = 32
+from sgl_pipeline.wire.move_orders import RESTING_STEPS
 
 
 class StateCopies:

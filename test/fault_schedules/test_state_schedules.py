@@ -45,7 +45,7 @@ def two_owners_of_a_slot_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     """So that the tokens alone can show it."""
     a_slot_has_two_owners(patch)
     patch.setattr(StateSlots, "take_back", lambda self, request: None)
-    patch.setattr(StateSlots, "check_owners", lambda self, holders: None)
+    patch.setattr(StateSlots, "check_owners", lambda self, holders, snapshots=(): None)
 
 
 def admission_does_not_ask_for_a_slot(patch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""A body that upstream's models refuse is answered with its fields and faults, and nothing else."""
+"""A request that upstream's models refuse is answered with its fields and faults, and nothing else."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Query
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.ollama.protocol import OllamaGenerateRequest
@@ -13,6 +13,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionRequest,
     ResponsesRequest,
 )
+from sglang.srt.entrypoints.http_server import validate_json_request
 
 from sgl_pipeline.managers.entrance.route_guard import guard_routes
 from sgl_pipeline.managers.upstream.openai_fields import ServedFeatures
@@ -31,12 +32,15 @@ def client() -> TestClient:
     async def respond(request: ResponsesRequest) -> None: ...
     async def message(request: AnthropicMessagesRequest) -> None: ...
     async def generate(request: OllamaGenerateRequest) -> None: ...
+    async def flush_cache(timeout: float = Query(0.0, ge=0.0)) -> None: ...
 
     app.post(CHAT)(chat)
     app.post(COMPLETIONS)(complete)
     app.post("/v1/responses")(respond)
     app.post("/v1/messages")(message)
     app.post("/api/generate")(generate)
+    app.post("/flush_cache")(flush_cache)
+    app.post("/score", dependencies=[Depends(validate_json_request)])(complete)
     features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
     guard_routes(app, 1000, features, is_stopping=lambda: False)
     return TestClient(app, raise_server_exceptions=False)
@@ -94,6 +98,17 @@ def test_a_field_is_named_with_its_fault_and_its_value(
         "param": None,
         "code": 400,
     }
+
+
+def test_a_header_and_a_parameter_are_named_too(client: TestClient) -> None:
+    reply = client.post("/score", content=b"prompt", headers={"Content-Type": "text/plain"})
+    assert reply.status_code == 400 and reply.json()["message"] == (
+        "content-type: Unsupported Media Type: Only 'application/json' is allowed"
+    )
+    reply = client.post("/flush_cache?timeout=-1")
+    assert reply.status_code == 400 and reply.json()["message"] == (
+        "timeout: Input should be greater than or equal to 0 (got '-1')"
+    )
 
 
 @pytest.mark.parametrize(
