@@ -21,7 +21,7 @@ from sgl_pipeline.scheduling.state_slots import StateSlots
 from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
 from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrderEncoder
 
-SEEDS = [seed for seed in range(600) if slots_of(seed)]
+SEEDS = [seed for seed in range(1500) if slots_of(seed)]
 
 
 def a_slot_is_free_while_a_step_uses_it(patch: pytest.MonkeyPatch) -> None:
