@@ -39,14 +39,20 @@ class MovePrices:
     def learn(
         self, layers: Sequence[int], *, stalled_s: float, shared_s: float, patched_bytes: int
     ) -> None:
-        """A move of these layers has just ended. Steps waited `stalled_s` for the `patched_bytes`
-        of the switch, and stages worked `shared_s` for the move before that."""
+        """A move of these layers has just ended. Steps waited `stalled_s`, on the stage where they
+        waited longest, for the `patched_bytes` that all stages sent at the switch, and stages
+        worked `shared_s` for the move before that.
+
+        The same move would cost now what it has cost and no more: of few patched bytes each may
+        have waited for something else, as a long step of the target.
+        """
         if self._are_free:
             return
-        if self._bytes_per_slot(layers) and patched_bytes:
-            self._state_byte_s = stalled_s / patched_bytes
-        of_layers_s = stalled_s + shared_s - self._states_s(layers)
-        self._layer_s = max(0.0, of_layers_s) / len(layers)
+        cost_s = stalled_s + shared_s
+        state_bytes = self._count_slots() * self._bytes_per_slot(layers)
+        if state_bytes and patched_bytes:
+            self._state_byte_s = min(stalled_s / patched_bytes, cost_s / state_bytes)
+        self._layer_s = max(0.0, cost_s - self._states_s(layers)) / len(layers)
 
     def _states_s(self, layers: Sequence[int]) -> float:
         return self._count_slots() * self._bytes_per_slot(layers) * self._state_byte_s

@@ -18,7 +18,8 @@ class PrefillTurns:
 
     def __init__(self, running: RunningRequests, rank: Callable[[Request], Rank]) -> None:
         self._running = running
-        # Some of them may not be prefilled any more.
+        # When a step begins, prefills alone: what has left them would miss that its rank falls.
+        # Some may leave while a step is put together.
         self._least: LeastFirst[Request] = LeastFirst(rank)
         self._rank = rank
         self._fallen: set[str] = set()
@@ -34,13 +35,12 @@ class PrefillTurns:
     def begin_step(self) -> None:
         """A step is put together: all may go on."""
         prefilling = self._running.prefilling
+        for request in [one for one in self._least if one not in prefilling]:
+            self._least.discard(request)
         for request in prefilling:
             if request not in self._least or request.tenant in self._fallen:
                 self._least.add(request)
         self._fallen.clear()
-        if len(self._least) > 2 * len(prefilling) + 64:
-            for request in [one for one in self._least if one not in prefilling]:
-                self._least.discard(request)
 
     def first(self) -> Request | None:
         """The prefill that goes on next; None if all have gone on."""

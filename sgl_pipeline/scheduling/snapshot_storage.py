@@ -4,25 +4,25 @@ Keys and values are of use only up to a snapshot, where a request can go on. So 
 without one, except while requests use it.
 """
 
-from collections import OrderedDict
 from collections.abc import Container
 
 from sgl_pipeline.scheduling.radix_storage import RadixStorage, is_evictable
 from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
 from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
+from sgl_pipeline.scheduling.snapshot_order import SnapshotOrder
 from sgl_pipeline.scheduling.state_slots import StateSlots
 
 
 class SnapshotStorage(RadixStorage):
-    """As `RadixStorage`. `snapshots` are the nodes with one, in the order in which they give way:
-    those that one longer prefix alone continues, then the least recently used. Slots of lost ones
-    go back to `slots`, and pages that are of no use without them go with them."""
+    """As `RadixStorage`. `snapshots` are the nodes with one, in the order in which they give way.
+    Slots of lost ones go back to `slots`, and pages that are of no use without them go with
+    them."""
 
     def __init__(self, tree: RadixTree, demand: SnapshotDemand, slots: StateSlots) -> None:
         super().__init__(tree, demand)
         self._slots = slots
         self._snapshot_demand = demand
-        self.snapshots: OrderedDict[RadixNode, None] = OrderedDict()
+        self.snapshots = SnapshotOrder()
 
     def match(self, path: RadixNode) -> RadixNode:
         """The last node of a path with a snapshot, behind which a request can go on."""
@@ -33,37 +33,20 @@ class SnapshotStorage(RadixStorage):
 
     def attach(self, node: RadixNode, slot: int) -> None:
         """The cached `node` has the snapshot in `slot`, if it has none; else the slot is free."""
-        assert node.is_cached and node.parent is not None
+        assert node.is_cached
         if node.state_slot is not None:
             self._slots.put_back(slot)
             return
         self._snapshot_demand.set_snapshot(node, slot)
-        self.snapshots[node] = None
-        self.give_up_first(node.parent, 1)
-
-    def use(self, node: RadixNode) -> None:
-        """The snapshot of `node` is the most recently used one now."""
-        self.snapshots.move_to_end(node)
+        self.snapshots.add(node)
 
     def detach(self, node: RadixNode) -> int:
         """Takes the snapshot of `node`, whose pages stay; returns its slot."""
         slot = node.state_slot
         assert slot is not None
-        del self.snapshots[node]
+        self.snapshots.remove(node)
         self._snapshot_demand.set_snapshot(node, None)
         return slot
-
-    def give_up_first(self, node: RadixNode, num_children: int) -> None:
-        """There is a snapshot behind `node` now: the last one up to `node` gives way first, if
-        nothing else is cached behind it. `num_children` of the cached children of `node` lead
-        there."""
-        while node.parent is not None and node.run is not None:
-            if node.run.num_cached_children > num_children:
-                return
-            if node.state_slot is not None:
-                self.snapshots.move_to_end(node, last=False)
-                return
-            node, num_children = node.parent, 1
 
     def drop_useless(self, node: RadixNode) -> list[int]:
         """Drops `node` and the nodes above it while they are leaves without a snapshot that no
@@ -84,6 +67,17 @@ class SnapshotStorage(RadixStorage):
         dropped = super().drop(lost)
         assert not self.cached_pages, "states are lost with all pages"
         return dropped
+
+    def check_snapshots(self) -> None:
+        """Asserts that `snapshots` are all, that those that are pinned are there, and that the
+        cached leaves which no request uses end with one."""
+        self.snapshots.check()
+        for node in self.cached_nodes():
+            run = node.run
+            assert run is not None
+            assert (node.state_slot is not None) == (node in self.snapshots)
+            is_leaf = not run.num_cached_children and not run.lock_count
+            assert node.state_slot is not None or not is_leaf, "a leaf without a snapshot"
 
     def _evict_tail(self, node: RadixNode, num_pages: int) -> list[int]:
         """Drops the whole leaf, as a part of it would be of no use."""

@@ -10,9 +10,9 @@ of the request's path:
 - the end of what was cached of it without a snapshot when the request was admitted.
 
 A decode leaves its state behind at each multiple of an interval and goes on in another slot, that
-of the last one that it left: no state is copied, and a request has one such snapshot. It goes to
-the tree when the request ends, and so does the request's own state where it is one after whole
-pages.
+of the last one that it left: no state is copied, and a request has one such snapshot. When the
+request ends, its pages up to there go to the tree with it; or, where the request's own state is one
+after whole pages, the pages up to its last token with that, and the snapshot before it is freed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -56,11 +56,10 @@ class StateSnapshots:
         self._slots = slots
         self._demand = demand
         self._storage = storage
+        self._order = storage.snapshots
         self._free_pages = free_pages
         self._running: dict[Request, _Progress] = {}
-        # With readers that have not begun, or whose step is being put together: the slots are not
-        # to be written in that step.
-        self._pinned: dict[RadixNode, int] = {}
+        # The step that is being put together begins with them, and is not to write their slots.
         self._read: list[RadixNode] = []
         # Slots of the snapshots that are held, and who holds them, the oldest first; apart from
         # them those that were left in the step that is being put together, which reads them.
@@ -70,35 +69,19 @@ class StateSnapshots:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._storage.snapshots) - len(self._pinned) + len(self._holders)
+        return self._order.num_evictable + len(self._holders)
 
     def evict(self) -> None:
         """Frees the slot of the least recently used snapshot that no waiting request wants, else of
         one that is held, else of one that is wanted."""
-        node = self._first_unwanted()
+        node = self._order.first_unwanted()
         if node is None and self._holders:
             slot, holder = next(iter(self._holders.items()))
             held = self._running[holder].held
             held.remove(next(one for one in held if one.slot == slot))
             self._slots.put_back(self._let_go(slot))
             return
-        if node is None:
-            node = next(one for one in self._storage.snapshots if one not in self._pinned)
-        self._drop(node)
-
-    def _first_unwanted(self) -> RadixNode | None:
-        """The least recently used snapshot that no waiting request would begin with. To be passed
-        over counts as a use, so that it does not happen again at once."""
-        passed: list[RadixNode] = []
-        for node in self._storage.snapshots:
-            if node not in self._pinned and not node.num_missing:
-                break
-            passed.append(node)
-        else:
-            return None
-        for one in passed:
-            self._storage.use(one)
-        return node
+        self._drop(self._order.first() if node is None else node)
 
     def _drop(self, node: RadixNode) -> None:
         self._slots.put_back(self._storage.detach(node))
@@ -107,7 +90,7 @@ class StateSnapshots:
     def end_step(self) -> None:
         """A step has its chunks: the next one may write to the slots that they read."""
         for node in self._read:
-            self._unpin(node)
+            self._order.unpin(node)
         self._read.clear()
         self._holders.update(self._left)
         self._left.clear()
@@ -121,12 +104,11 @@ class StateSnapshots:
             self._slots.give(request)
             return
         is_last = not self._slots.num_free and self.num_evictable == 1
-        if is_last and hit not in self._pinned:
+        if is_last and not self._order.is_pinned(hit):
             # No other slot is available: the snapshot becomes the request's own state.
             request.state_slot = self._storage.detach(hit)
             return
-        self._storage.use(hit)
-        self._pinned[hit] = self._pinned.get(hit, 0) + 1
+        self._order.pin(hit)
         progress.source = hit
         self._slots.give(request)
 
@@ -182,7 +164,8 @@ class StateSnapshots:
         if held and held[-1].num_tokens >= request.prefill_end:
             slot = self._let_go(held.pop().slot)
         else:
-            self._storage.give_up_first(cached, 0)
+            if not self._slots.num_free:
+                self._order.give_up_first(cached, 0)
             slot = self._take()
         if slot is None:
             return None
@@ -195,7 +178,7 @@ class StateSnapshots:
     def _take(self) -> int | None:
         """A slot for a snapshot: a free one, or that of a snapshot in the tree that no waiting
         request wants."""
-        if not self._slots.num_free and (node := self._first_unwanted()) is not None:
+        if not self._slots.num_free and (node := self._order.first_unwanted()) is not None:
             self._drop(node)
         return self._slots.take_free()
 
@@ -216,8 +199,10 @@ class StateSnapshots:
         """As `come_back`, for a request without a step in flight that gives its slot back: its own
         state is a snapshot too, if it is one after whole pages."""
         num_held, num_tokens = self.come_back(request), request.num_computed
-        # What began with a snapshot has a state of its own since its first chunk. A step that was
-        # taken back may have changed it.
+        # What began with a snapshot has a state of its own since its first chunk. Stages may have
+        # run a step that was taken back, so that the state is ahead. Of a request that has ended
+        # `num_scheduled` tells. Of one that runs nothing does, and its state may go to the tree:
+        # with states all pages are lost next (`StepScheduler.forget_in_flight`), and these with it.
         has_state = self._running[request].source is None and request.num_scheduled == num_tokens
         is_new = num_tokens > num_held and num_tokens % self._storage.page_size == 0
         if not has_state or not is_new:
@@ -242,7 +227,7 @@ class StateSnapshots:
         """The request, without a step in flight, has given to the tree what it could."""
         progress = self._running.pop(request)
         if progress.source is not None:
-            self._unpin(progress.source)
+            self._order.unpin(progress.source)
         for snapshot in progress.in_flight:
             self._slots.put_back(snapshot.slot)
         for snapshot in progress.held:
@@ -257,27 +242,15 @@ class StateSnapshots:
         del self._holders[slot]
         return slot
 
-    def _unpin(self, node: RadixNode) -> None:
-        self._pinned[node] -= 1
-        if not self._pinned[node]:
-            del self._pinned[node]
-
     def check(self, holders: Iterable[Request]) -> None:
-        """Asserts that each slot has one owner, that pinned snapshots are there, and that the
-        cached leaves which no request uses end with one."""
+        """Asserts that each slot has one owner, and what must hold of cached snapshots."""
         running = self._running.values()
         held = {one.slot: name for name, two in self._running.items() for one in two.held}
         in_flight = [one.slot for two in running for one in two.in_flight]
-        on_nodes = [node.state_slot for node in self._storage.snapshots]
+        on_nodes = [node.state_slot for node in self._order]
         self._slots.check_owners(
             holders, [*in_flight, *held, *(slot for slot in on_nodes if slot is not None)]
         )
         assert len(on_nodes) == len({*on_nodes}) and None not in on_nodes
-        assert all(node in self._storage.snapshots for node in self._pinned)
         assert self._holders == held and not self._left
-        for node in self._storage.cached_nodes():
-            run = node.run
-            assert run is not None
-            assert (node.state_slot is not None) == (node in self._storage.snapshots)
-            is_leaf = not run.num_cached_children and not run.lock_count
-            assert node.state_slot is not None or not is_leaf, "a leaf without a snapshot"
+        self._storage.check_snapshots()

@@ -234,7 +234,12 @@ class StepScheduler:
 
     def forget_in_flight(self) -> None:
         """Takes back every step in flight, as if none had been decided: its stages are gone, or
-        have orders to drop it."""
+        have orders to drop it.
+
+        Where there are states, stages may have changed them in such steps, and the cache may have
+        them now as snapshots: the caller loses all pages before a step is decided, as
+        `LostPages.lose_stages` does without a log.
+        """
         self.lost_pages.take_back_steps(self._in_flight)
         self._in_flight.forget()
         self.offloaded.retract_lost()

@@ -5,9 +5,10 @@ written meanwhile. Bytes are a fluid, as those of pages (`page_copies.py`).
 from collections.abc import Iterable
 from itertools import takewhile
 
-# As `pp_runner/layer_moves/outgoing_layers.py` has them.
+from sgl_pipeline.wire.move_orders import RESTING_STEPS
+
+# As `pp_runner/layer_moves/outgoing_layers.py` has it.
 MAX_ROUNDS = 4
-RESTING_STEPS = 32
 
 
 class StateCopies:

@@ -187,14 +187,14 @@ def cached_pages_do_not_move(patch: pytest.MonkeyPatch) -> None:
 
 def unsent_pages_are_forgotten_at_the_switch(patch: pytest.MonkeyPatch) -> None:
     """Ready at once, with the first round still to be sent."""
-    finish = OutgoingLayers.finish
+    begin_rest = OutgoingLayers.begin_rest
 
     def mutated(self: OutgoingLayers[object]) -> None:
         self._queue = []
-        finish(self)
+        begin_rest(self)
 
     patch.setattr(OutgoingLayers, "is_ready", property(lambda self: True))
-    patch.setattr(OutgoingLayers, "finish", mutated)
+    patch.setattr(OutgoingLayers, "begin_rest", mutated)
 
 
 def steps_do_not_wait_for_the_last_pages(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def test_no_more_state_slots_are_given_than_the_stages_have() -> None:
     capacity = PipelineCapacity(
         StagePlan(0, (2,)), None, 10, (), "torch", "torch", 1, num_state_slots=3
     )
-    spec: Any = SimpleNamespace(attentions=())
+    spec: Any = SimpleNamespace(attentions=(), states=())
     limits: Any = SimpleNamespace(context_length=64, vocab_size=9)
     core = build_core(args, spec, limits, capacity, None)
     assert (core.state(0.0).load.total_pages, core.state(0.0).state_slots) == (10, 3)

@@ -57,8 +57,38 @@ def test_a_byte_costs_what_steps_waited_for_those_of_the_switch() -> None:
     prices.learn([3], stalled_s=0.001, shared_s=0.019, patched_bytes=50)
     assert prices.of([0, 3]) == pytest.approx(0.04 + 0.64)
     # Two layers, one with states; nothing is left for the layers themselves.
-    prices.learn([2, 3], stalled_s=0.5, shared_s=0.0, patched_bytes=50_000)
-    assert prices.of([2, 3]) == pytest.approx(0.64)
+    prices.learn([2, 3], stalled_s=0.5, shared_s=0.0, patched_bytes=40_000)
+    assert prices.of([2, 3]) == pytest.approx(0.5)
+    assert prices.of([3]) == 0.0
+    # No slot holds anything now: nothing is known of bytes.
+    slots[0] = 0
+    prices.learn([0], stalled_s=1.0, shared_s=0.25, patched_bytes=10)
+    slots[0] = 32
+    assert prices.of([0]) == pytest.approx(1.25 + 0.25)
+
+
+def test_few_bytes_that_waited_for_a_long_step_do_not_price_the_rest_like_them() -> None:
+    """17 states of 2 MiB in 2 s, which is 60 ns a byte, and 90 s for all slots of a layer."""
+    prices = MovePrices(PlannerArgs(), (2 * 2**20,) * 4, lambda: 768)
+    prices.learn([1], stalled_s=2.0, shared_s=0.5, patched_bytes=17 * 2 * 2**20)
+    assert prices.of([2]) == pytest.approx(2.5)
+    assert prices.of([1, 2]) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_move_is_priced_at_what_the_same_one_has_just_cost(seed: int) -> None:
+    rng = Random(seed)
+    state_bytes = [rng.choice((0, 7, 1000)) for _ in range(12)]
+    prices = MovePrices(PlannerArgs(), state_bytes, lambda: num_slots)
+    for _ in range(20):
+        num_slots = rng.randint(1, 800)
+        layers = sorted(rng.sample(range(12), rng.randint(1, 12)))
+        stalled_s, shared_s = rng.choice((0.0, 0.01, 3.0)), rng.choice((0.0, 0.2))
+        most = num_slots * sum(state_bytes[layer] for layer in layers)
+        prices.learn(
+            layers, stalled_s=stalled_s, shared_s=shared_s, patched_bytes=rng.randint(1, most + 1)
+        )
+        assert prices.of(layers) == pytest.approx(stalled_s + shared_s)
 
 
 def test_moves_that_are_free_stay_free() -> None:

@@ -1,5 +1,8 @@
 """Which snapshot gives its slot up first."""
 
+import pytest
+from support.pipelines import make_request
+
 from sgl_pipeline.scheduling.radix_tree import RadixNode, RadixTree
 from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
 from sgl_pipeline.scheduling.snapshot_storage import SnapshotStorage
@@ -32,7 +35,7 @@ class _Cache:
 def test_the_least_recently_used_goes_first_with_its_pages() -> None:
     cache = _Cache(3)
     used, older, newer = cache.put([9]), cache.put([1, 2]), cache.put([5, 6, 7])
-    cache.storage.use(used)
+    cache.storage.snapshots.use(used)
     cache.snapshots.evict()
     assert older.state_slot is None and newer.state_slot is not None
     assert cache.freed == [1, 2]
@@ -88,3 +91,21 @@ def test_those_that_are_wanted_are_not_looked_at_again() -> None:
         cache.put([number])
     cache.snapshots.evict()
     assert [*cache.storage.snapshots][1:] == wanted
+
+
+@pytest.mark.parametrize(("num_slots", "left"), [(4, [9, 2]), (3, [9])])
+def test_a_prompts_snapshot_goes_first_only_where_its_slot_is_needed(
+    num_slots: int, left: list[int]
+) -> None:
+    """The newest of the two is the prompt's; nodes by their last tokens."""
+    cache = _Cache(num_slots)
+    cache.put([9])
+    prompt = cache.put([1, 2])
+    request = make_request("a", [1, 2, 3])
+    cache.storage.lock(prompt)
+    cache.snapshots.open(request, prompt, prompt)
+    cache.snapshots.of_chunk(request, prompt, prompt, 2, 3)
+    cache.snapshots.end_step()
+    request.num_computed = 3
+    assert cache.snapshots.leave_behind(request, prompt) is not None
+    assert [node.tokens[-1] for node in cache.storage.snapshots] == left

@@ -22,6 +22,7 @@ from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
+from sgl_pipeline.scheduling.snapshot_order import SnapshotOrder
 from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
 from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
 from test.scheduling.test_step_scheduler_stateful import SchedulerMachine
@@ -140,14 +141,8 @@ FIXED = settings(
 
 def _without_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot may be evicted before its reader has begun."""
-    open_request = StateSnapshots.open
-
-    def unpinned(self: StateSnapshots, *args: object) -> None:
-        open_request(self, *args)  # type: ignore[arg-type]
-        self._pinned.clear()
-
-    monkeypatch.setattr(StateSnapshots, "open", unpinned)
-    monkeypatch.setattr(StateSnapshots, "_unpin", lambda *_: None)
+    monkeypatch.setattr(SnapshotOrder, "pin", SnapshotOrder.use)
+    monkeypatch.setattr(SnapshotOrder, "unpin", lambda *_: None)
 
 
 def _matchable_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

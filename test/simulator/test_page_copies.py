@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from sgl_pipeline.simulator.page_copies import MoveCosts, PageCopy
-from sgl_pipeline.simulator.state_copies import MAX_ROUNDS, RESTING_STEPS
+from sgl_pipeline.simulator.state_copies import MAX_ROUNDS
+from sgl_pipeline.wire.move_orders import RESTING_STEPS
 
 # A page of a layer is 10 bytes, ten of which are copied in a second.
 COSTS = MoveCosts(kv_bytes_per_token=5, page_size=2, bytes_per_s=100.0)

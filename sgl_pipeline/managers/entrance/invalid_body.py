@@ -1,5 +1,5 @@
-"""Answers bodies that upstream's request models refuse: in a line for people, where upstream writes
-each fault twice, with files and lines of the server.
+"""Answers requests whose bodies, queries or headers upstream refuses: in a line for people, where
+upstream writes each fault twice, with files and lines of the server.
 
 A field of several types is refused by each of them: faults of one field are joined, and where a
 `role` or `type` says which of several models is meant, faults by the others are left out.
@@ -28,9 +28,9 @@ _MOST_FIELDS = 5
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """A fault at `path` in the body, or of a parameter of the URL. The types that might have been
-    meant are named in `branches`, each by the path of the value and its label, the outermost
-    first."""
+    """A fault at `path` in the body, or of the header or parameter of this name. The types that
+    might have been meant are named in `branches`, each by the path of the value and its label, the
+    outermost first."""
 
     path: tuple[object, ...]
     words: str
@@ -44,9 +44,9 @@ class _Fault:
         path: list[object] = []
         branches = []
         value, kind = body, error["type"]
-        source, *parts = error["loc"]
-        if source != "body":
-            path, parts = [source, *parts], []
+        place_of_fault, *parts = error["loc"]
+        if place_of_fault != "body":
+            path, parts = parts, []
         for place, part in enumerate(parts):
             is_last_missing = kind == "missing" and place == len(parts) - 1
             if _holds(value, part):
@@ -57,7 +57,7 @@ class _Fault:
             path.append(part)
         words = str(error["msg"]).removeprefix("Value error, ")
         is_about_kind = kind in _KIND_FAULTS and bool(path) and path[-1] in _KINDS
-        got = "" if kind == "missing" else repr(error.get("input"))
+        got = repr(error["input"]) if kind != "missing" and "input" in error else ""
         return cls(tuple(path), words, got, tuple(branches), is_about_kind)
 
 

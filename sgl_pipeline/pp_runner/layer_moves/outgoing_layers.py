@@ -4,8 +4,8 @@ Pages in rounds, as virtual machines are moved (pre-copy): the first sends all p
 anything, each later one the pages written since, until these are few. The rest is sent when the
 plan has switched. States after the page rounds, and only those that no step has written
 meanwhile: a request that runs writes its state all the time, so no round would leave fewer of them.
-Of those that were written the ones that steps have left alone since, of requests that have ended
-and of snapshots, go in further rounds; the others go when the plan has switched.
+Of those that were written the ones that steps have left alone since, mostly of requests that have
+ended and of snapshots, go in further rounds; the others go when the plan has switched.
 
 It never starts a thread: it reads and sends a parcel on request. Parcels are sent in the order in
 which they were read, so that a page that was written again comes after its older version.
@@ -23,13 +23,14 @@ from sgl_pipeline.pp_runner.layer_moves.move_site import (
     Parcel,
     R,
 )
+from sgl_pipeline.wire.move_orders import RESTING_STEPS
 
 # A patch of this many pages of each layer is small: copying them takes less than a step.
 SMALL_PATCH_PAGES = 64
-# More rounds would not end either: steps write as fast as pages are copied.
+# More rounds would not end either: steps write as fast as pages are copied, and where they take few
+# of the decodes, they leave the state of a request that runs alone and write it again. Pages and
+# states each have so many.
 MAX_ROUNDS = 4
-# A state that so many steps have not written is not of a request that runs.
-RESTING_STEPS = 32
 # Parcels that are read at once: while one is sent the next one comes to the host.
 MAX_READING = 2
 
@@ -101,7 +102,8 @@ class OutgoingLayers(Generic[R]):
             self._rounds += 1
             self._queue = self._parcels(self._with_pages, sorted(self._written))
             self._written.clear()
-        if not self._state_queue and (resting := self._resting_slots()):
+        has_rounds = self._state_rounds < MAX_ROUNDS
+        if not self._state_queue and has_rounds and (resting := self._resting_slots()):
             self._state_rounds += 1
             self._state_queue = self._parcels(self._with_states, resting)
             for slot in resting:

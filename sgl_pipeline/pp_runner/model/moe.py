@@ -187,8 +187,8 @@ class SparseMlp:
             shared_expert = GatedMlp.load(
                 tensors, names.shared_expert, hidden_size, spec.shared_inner_size
             )
-        on_gpu = gates[0].device.type == "cuda"
-        experts = StackedExperts if on_gpu else SeparateExperts
+        on_cpu = gates[0].device.type == "cpu"
+        experts = SeparateExperts if on_cpu else StackedExperts
         return cls(
             spec,
             Router(spec, torch.cat(gates), _router_bias(tensors, names, spec)),

@@ -1,12 +1,13 @@
-"""A body that upstream's models refuse is answered with its fields and faults, and nothing else."""
+"""What upstream refuses of a request is answered with fields and faults, and nothing else."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Query
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from sglang.srt.entrypoints.http_server import validate_json_request
 from sglang.srt.entrypoints.ollama.protocol import OllamaGenerateRequest
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
@@ -32,6 +33,7 @@ def client() -> TestClient:
     async def respond(request: ResponsesRequest) -> None: ...
     async def message(request: AnthropicMessagesRequest) -> None: ...
     async def generate(request: OllamaGenerateRequest) -> None: ...
+    async def flush_cache(timeout: float = Query(0.0, ge=0.0)) -> None: ...
 
     async def tokenize(request: TokenizeRequest, limit: int = 0) -> None: ...
 
@@ -41,6 +43,8 @@ def client() -> TestClient:
     app.post("/v1/responses")(respond)
     app.post("/v1/messages")(message)
     app.post("/api/generate")(generate)
+    app.post("/flush_cache")(flush_cache)
+    app.post("/score", dependencies=[Depends(validate_json_request)])(complete)
     features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
     guard_routes(app, 1000, features, is_stopping=lambda: False)
     return TestClient(app, raise_server_exceptions=False)
@@ -93,7 +97,7 @@ def client() -> TestClient:
         (
             f"{TOKENIZE}?limit=x",
             {"prompt": "x"},
-            "query.limit: Input should be a valid integer, unable to parse string as an integer "
+            "limit: Input should be a valid integer, unable to parse string as an integer "
             "(got 'x')",
         ),
     ],
@@ -119,6 +123,17 @@ def test_of_many_faults_the_first_fields_are_shown(client: TestClient) -> None:
     assert reply.status_code == 400 and len(message) < 1000
     assert message.startswith(f"logit_bias.{'0' * 49}...: Input should be a valid number")
     assert message.endswith("; and 3 more")
+
+
+def test_a_header_and_a_parameter_are_named_too(client: TestClient) -> None:
+    reply = client.post("/score", content=b"prompt", headers={"Content-Type": "text/plain"})
+    assert reply.status_code == 400 and reply.json()["message"] == (
+        "content-type: Unsupported Media Type: Only 'application/json' is allowed"
+    )
+    reply = client.post("/flush_cache?timeout=-1")
+    assert reply.status_code == 400 and reply.json()["message"] == (
+        "timeout: Input should be greater than or equal to 0 (got '-1')"
+    )
 
 
 @pytest.mark.parametrize(

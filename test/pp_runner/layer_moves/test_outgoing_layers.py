@@ -10,9 +10,9 @@ from sgl_pipeline.pp_runner.layer_moves.move_site import Parcel
 from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import (
     MAX_READING,
     MAX_ROUNDS,
-    RESTING_STEPS,
     OutgoingLayers,
 )
+from sgl_pipeline.wire.move_orders import RESTING_STEPS
 
 LAYER = 3
 
@@ -197,7 +197,8 @@ def test_states_that_steps_have_left_alone_go_before_the_switch() -> None:
     assert [parcel.rows for parcel in sent.parcels] == [(0,), (0,), (1,), None]
 
 
-def test_rounds_of_states_do_not_put_a_move_off_for_ever() -> None:
+def test_rounds_of_states_end() -> None:
+    """They put no move off for ever, and send no state again for ever."""
     site, sent = SlowSite(with_states=(LAYER,)), Sent()
     outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), (), site, sent)  # type: ignore[arg-type]
     was_ready = []
@@ -213,4 +214,7 @@ def test_rounds_of_states_do_not_put_a_move_off_for_ever() -> None:
             for leaving in site.reading:
                 leaving.is_there = True
     assert was_ready == [False] * (MAX_ROUNDS - 2) + [True] * 2
-    assert [one.pages for one in site.reading] == [(number,) for number in range(1, MAX_ROUNDS + 1)]
+    assert [one.pages for one in site.reading] == [(number,) for number in range(1, MAX_ROUNDS)]
+    outgoing.begin_rest()
+    assert outgoing.send_rest()
+    assert [one.pages for one in site.reading[MAX_ROUNDS - 1 :]] == [(0,), (MAX_ROUNDS,)]
