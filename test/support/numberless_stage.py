@@ -4,6 +4,7 @@ It takes the branches of a GPU, costs no time at any size, and fails where a num
 """
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.kv_format import FP8
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs, build_step_inputs
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.model import moe
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
@@ -75,18 +77,19 @@ class WeightsWithoutNumbers:
 
 
 class NumberlessStage:
-    """All of a model in one stage, in bf16."""
+    """All of a model in one stage, in bf16, as a GPU would have it."""
 
     def __init__(self, spec: DecoderSpec, num_pages: int = 64) -> None:
-        self.model = NativeStageModel.build(
-            spec,
-            WeightsWithoutNumbers(),
-            device=META,
-            kernels=TorchKernels(),
-            layers=range(spec.num_layers),
-            is_first=True,
-            is_last=True,
-        )
+        with patch.object(moe, "experts_of", lambda device: moe.StackedExperts):
+            self.model = NativeStageModel.build(
+                spec,
+                WeightsWithoutNumbers(),
+                device=META,
+                kernels=TorchKernels(),
+                layers=range(spec.num_layers),
+                is_first=True,
+                is_last=True,
+            )
         layers = range(spec.num_layers)
         shapes = spec.attention_shapes(PAGE_SIZE, torch.bfloat16, META)
         self._held_layers = HeldLayers(self.model, KvPool(layers, shapes, num_pages))

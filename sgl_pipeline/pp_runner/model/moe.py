@@ -165,6 +165,12 @@ class StackedExperts:
         return F.grouped_mm(inner, self._down, offs=ends)
 
 
+def experts_of(device: torch.device) -> type[SeparateExperts | StackedExperts]:
+    """The experts of a stage on `device`. Where torch\'s meta device stands for one, sizes are asked
+    for: separate experts have theirs in all formats."""
+    return StackedExperts if device.type == "cuda" else SeparateExperts
+
+
 class SparseMlp:
     """Router, experts and the shared expert, if there is one, as one `Mlp`."""
 
@@ -187,8 +193,7 @@ class SparseMlp:
             shared_expert = GatedMlp.load(
                 tensors, names.shared_expert, hidden_size, spec.shared_inner_size
             )
-        on_cpu = gates[0].device.type == "cpu"
-        experts = SeparateExperts if on_cpu else StackedExperts
+        experts = experts_of(gates[0].device)
         return cls(
             spec,
             Router(spec, torch.cat(gates), _router_bias(tensors, names, spec)),
