@@ -166,8 +166,8 @@ class StackedExperts:
 
 
 def experts_of(device: torch.device) -> type[SeparateExperts | StackedExperts]:
-    """The experts of a stage on `device`. Where torch\'s meta device stands for one, sizes are asked
-    for: separate experts have theirs in all formats."""
+    """The experts of a stage on `device`; for torch's meta device, which is asked for sizes, those
+    that have them in all formats."""
     return StackedExperts if device.type == "cuda" else SeparateExperts
 
 
