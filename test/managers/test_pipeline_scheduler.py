@@ -489,7 +489,7 @@ def test_a_shutdown_answers_who_waits_for_a_grammar(parts):
 
 
 def test_a_full_queue_counts_who_waits_for_a_grammar(parts):
-    parts.steps._arrivals._max_queued_requests = 2
+    parts.steps._entry_rules._max_queued_requests = 2
     same = [constrained(name, 3) for name in "abc"]
     front = run(parts, [same, [SHUT_DOWN]])
     assert "--max-queued-requests" in front.finished["c"].message
