@@ -465,21 +465,20 @@ def assert_cut_alike(
     order = whole.layout.page_indices.long()
     keys = [store[order].flatten(0, 1) for store in (whole.key_pages, whole.value_pages)]
 
+    other = random_problem([ChunkExtent(40, 3), ChunkExtent(99, 1)], replace(shape, page_size=16))
+    other_pages = other.layout.page_indices.tolist()
+    num_pages = len(other.key_pages)
+    own_pages = list(range(num_pages, num_pages + 10))
+    pages = [
+        torch.cat((store, _paged(kept, 16)))
+        for store, kept in zip((other.key_pages, other.value_pages), keys, strict=True)
+    ]
+
     start = 0
     for length in splits:
         rows = whole.query[start : start + length]
-        other = random_problem(
-            [ChunkExtent(40, 3), ChunkExtent(99, 1)], replace(shape, page_size=16)
-        )
-        for store in keys:
-            store[: first_seen(shape, start)] = torch.nan
-        num_pages = other.key_pages.shape[0]
-        own_pages = list(range(num_pages, num_pages + 10))
-        pages = [
-            torch.cat((store, _paged(kept, 16)))
-            for store, kept in zip((other.key_pages, other.value_pages), keys, strict=True)
-        ]
-        other_pages = other.layout.page_indices.tolist()
+        for store in pages:
+            store[num_pages:].flatten(0, 1)[: first_seen(shape, start)] = torch.nan
         layout = layout_of(
             [ChunkExtent(40, 3), ChunkExtent(start, length), ChunkExtent(99, 1)],
             [other_pages[:3], own_pages, other_pages[3:]],
