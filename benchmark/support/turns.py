@@ -47,7 +47,10 @@ def take_turns(competitors: Mapping[str, Callable[[], object]], rounds: int) -> 
 
 
 def median_and_spread(name: str, times: Sequence[float]) -> Row:
-    """`name_ms` the median of milliseconds, `name_spread` its relative interquartile range."""
+    """`name_ms` the median of milliseconds, `name_spread` its relative interquartile range, which a
+    single time does not have."""
+    if len(times) == 1:
+        return {f"{name}_ms": times[0]}
     low, middle, high = statistics.quantiles(times, n=4)
     return {f"{name}_ms": middle, f"{name}_spread": (high - low) / middle}
 
