@@ -156,6 +156,12 @@ def _cycle(counts: list[int]) -> list[list[int]]:
 
 def _move(server: _Server, streams: Streams, layer_counts: list[int]) -> MoveCost:
     began_s = time.monotonic()
+    usual_tokens_per_s = streams.tokens_per_s(began_s - REST_S, began_s)
+    if usual_tokens_per_s == 0:
+        raise SglPipelineError(
+            f"no token came in the {REST_S:g} s before a move: {server.model} is too slow here for "
+            "so many --clients, and the rate during a move has nothing to be compared with"
+        )
     reply = requests.post(
         server.url + "/pipeline/plan", json={"layer_counts": layer_counts}, timeout=_TIMEOUT_S
     )
@@ -174,7 +180,7 @@ def _move(server: _Server, streams: Streams, layer_counts: list[int]) -> MoveCos
         usual_gap_ms=streams.longest_gap_ms(began_s - length_s, began_s),
         token_ms=streams.usual_gap_ms(began_s - REST_S, began_s),
         tokens_per_s=streams.tokens_per_s(began_s, began_s + 1.0),
-        usual_tokens_per_s=streams.tokens_per_s(began_s - REST_S, began_s),
+        usual_tokens_per_s=usual_tokens_per_s,
         **{name: move[name] for name in _FROM_SERVER},
     )
 
