@@ -27,7 +27,8 @@ AVOIDED = {
     r"\bmend(s|ed|ing)?\b": "fix",
     r"\bdear\b|\bdearer\b": "expensive",
     r"\bhangs on\b": "depends on",
-    r"\bis no (device|name|number|token)\b": "is not a",
+    r"\bso many\b": "the number, or its name",
+    r"\b(is|are) no (chance|device|flag|local|name|number|part|rank|token|whole)\b": "is not a",
     r"\blearnt\b|\bspoilt\b|\bwhilst\b": "learned, corrupted, while",
     r"[Ll]icence|[Nn]eighbour|[Hh]onour|(quant|optim|normal|minim|initial)is[aei]": "American",
 }

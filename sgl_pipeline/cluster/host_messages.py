@@ -58,7 +58,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """Start a process that greets the scheduler as `worker`, with so many compute threads."""
+    """Start a process that greets the scheduler as `worker`, with `num_threads` for compute."""
 
     worker: int
     num_threads: int

@@ -127,7 +127,7 @@ class PipelineScheduler:
         self._is_shut_down = False
 
     def run(self) -> None:
-        """Serves until told to shut down. However it ends, no live request is left unanswered.
+        """Serves until it is shut down. However it ends, no live request is left unanswered.
 
         Raises StageFailure when a stage is lost or breaks the protocol and may not be replaced,
         PipelineLost when the stages that are left cannot serve.

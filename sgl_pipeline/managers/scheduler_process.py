@@ -90,7 +90,7 @@ def run_scheduler_process(
     publish(server_args, role="scheduler")
     configure_logger(server_args, prefix=" scheduler")
     # Leave through `_serve`, which stops the stages, and not with 0: upstream's watchdog takes
-    # that for a scheduler that was told to go, and would leave a front without one.
+    # that for a scheduler that was asked to exit, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
@@ -124,7 +124,7 @@ def _serve(
         stack.callback(context.destroy, linger=500)
         traces = TraceFiles(_open_traces(args))
         stack.callback(traces.close)
-        # Before the stages load: a folder that cannot be used is told at once. Host memory has its
+        # Before the stages load: an unusable folder is reported at once. Host memory has its
         # size from their pools.
         has_folder = args.tiers.backend not in (None, HOST_BACKEND)
         opened = store_opener(args, model.spec)(args.tiers) if has_folder else None

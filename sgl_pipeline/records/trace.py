@@ -142,7 +142,7 @@ class TraceWriter:
         self._file.close()
 
 
-# How a line begins whose event is no step. A step's line begins with a number.
+# The beginning of a line of any event but a step, whose line begins with a number.
 _KEYED_LINE = re.compile(rb'\{"\w+":\{')
 
 

@@ -247,12 +247,12 @@ def pipeline_of(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
         require(options.hosts is None, "--calibrate brings its own links; leave out --hosts")
         require(
             options.migration == "off",
-            "layers cannot move in a recorded pipeline, whose trace tells no layer from another; "
+            "layers cannot move in a recorded pipeline, whose trace has no times of single layers; "
             "use --migration without --calibrate",
         )
         require(
             options.store_capacity_gb is None,
-            "a recorded pipeline's trace does not tell the size of its pages; use "
+            "a recorded pipeline's trace does not have the size of its pages; use "
             "--store-capacity-gb without --calibrate",
         )
         return MeasuredPipeline(

@@ -247,7 +247,7 @@ def _forecast(cluster: Cluster, costs: PipelineCosts, policy: str) -> StepForeca
     """Step times for a policy that budgets time; else nothing is known of them.
 
     Decodes whose attention is computed elsewhere count as if it were not: schedulers here know no
-    leases. Stages are then faster than predicted, which their speeds tell.
+    leases. Stages are then faster than predicted, which their learned speeds show.
     """
     if POLICY_TABLE[policy].budgets_time:
         return cluster.step_forecast(costs)

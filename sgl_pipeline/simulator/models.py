@@ -54,7 +54,7 @@ class ModelShape:
         return self.hidden_size * BYTES_PER_NUMBER
 
     def weight_bytes(self, num_layers: int, num_ends: int) -> int:
-        """Of so many layers and of so many of embedding and lm_head."""
+        """Of `num_layers` layers and, of embedding and lm_head, `num_ends`."""
         return num_layers * self.layer_weight_bytes + num_ends * self.end_weight_bytes
 
     def kv_pool_tokens(self, layer_counts: tuple[int, ...], usable_bytes: float) -> int:

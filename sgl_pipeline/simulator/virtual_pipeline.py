@@ -107,7 +107,7 @@ class VirtualPipeline:
     ) -> Simulation:
         """Serves all requests; `on_progress` gets the number that have ended and the time.
 
-        With `most_steps` it breaks off once so many steps have come back: requests are left.
+        With `most_steps` it breaks off once that many steps have come back: requests are left.
         """
         for asked in workload:
             self.clients.expect(asked, asked.arrival_s)

@@ -117,7 +117,7 @@ class DeskSocket:
         return asker, _question_decoder.decode(b"".join(frames))
 
     def answer(self, asker: bytes, answer: DeskAnswer) -> None:
-        """Sends an answer, if whoever asked still waits."""
+        """Sends an answer, if its asker still waits."""
         self.socket.send_multipart([asker, _encoder.encode(answer)], zmq.NOBLOCK)
 
     def close(self) -> None:

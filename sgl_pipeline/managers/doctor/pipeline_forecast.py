@@ -81,7 +81,7 @@ class PipelineForecast:
     notes: tuple[str, ...]
 
     def tokens_per_s(self, route: Route) -> float:
-        """Of output; each step has so many decodes."""
+        """Output tokens: one for each decode of a step."""
         return self.step.decodes * 1e3 / route.period_ms
 
     def lines(self) -> list[str]:
@@ -156,7 +156,7 @@ def make_forecast(saved: SavedCosts, findings: Findings, stages: int) -> Pipelin
 def measured_network(
     hosts: Mapping[int, HostFacts], links: list[MeasuredLink], stages: int
 ) -> HostNetwork:
-    """The hosts in the order of their ranks, with equal runs of so many stages."""
+    """The hosts in the order of their ranks, with equal runs of `stages` stages in all."""
     names = {rank: f"host {rank} ({facts.hello.name})" for rank, facts in hosts.items()}
     head_ms = hosts[0].step_ms
     paper = []

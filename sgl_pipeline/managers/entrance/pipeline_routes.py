@@ -164,16 +164,16 @@ class _PipelineRoutes:
         recent = msgspec.msgpack.decode(work.body, type=RecentWork)
         policy = str(recent.knobs["policy"])
         proposal = msgspec.msgpack.decode(await self._tuner.run(body, work.body, policy))
-        told: dict[str, Any] = {"target": {"ttft_ms": body.ttft_ms, "tpot_ms": body.tpot_ms}}
-        told |= describe_window(recent, body.ttft_ms, body.tpot_ms) | proposal
-        told["applied"] = None
+        reply: dict[str, Any] = {"target": {"ttft_ms": body.ttft_ms, "tpot_ms": body.tpot_ms}}
+        reply |= describe_window(recent, body.ttft_ms, body.tpot_ms) | proposal
+        reply["applied"] = None
         if body.apply and proposal["knobs"]:
             question = ChangeThrottle(proposal["knobs"], author, body.revert_after_s, "tune")
             answer = await self._desk.ask(question, ANSWER_TIMEOUT_S)
             if answer is None:
                 return _no_answer(ANSWER_TIMEOUT_S)
-            told["applied"] = msgspec.json.decode(answer.body)
-        return Response(msgspec.json.encode(told), media_type="application/json")
+            reply["applied"] = msgspec.json.decode(answer.body)
+        return Response(msgspec.json.encode(reply), media_type="application/json")
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def change_plan(self, request: Request) -> Response:

@@ -174,8 +174,8 @@ class OperatorReplies:
                 question.revert_after_s,
                 question.cause,
             )
-        told = {"change": None if change is None else describe_change(change)}
-        return answer_with(told | describe_throttle(throttle, now_s))
+        reply = {"change": None if change is None else describe_change(change)}
+        return answer_with(reply | describe_throttle(throttle, now_s))
 
     def _recent_work(self, window_s: float, now_s: float) -> DeskAnswer:
         work = self._core.recent_work(window_s, now_s)
