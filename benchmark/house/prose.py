@@ -1,5 +1,5 @@
 """Lints prose: words in the pages and in the package's lines that make a native reader stop, and
-docstrings of package and benchmarks that begin with a clause.
+docstrings of package and benchmarks that begin with a clause or "Of".
 
     python -m benchmark.house.prose
 
@@ -40,8 +40,8 @@ AVOIDED_IN_PAGES = AVOIDED | {
     r"\bthose that\b": "the noun",
     r"\*\*What |[.;:] What (?!is 17)": "the noun; a clause is a hard subject",
 }
-# A docstring that begins so has a clause where a reader expects the thing or its verb.
-CLAUSE = re.compile(r"(What|Where|Whether|When|Which|Whose|Who|Why|How|That|Those)\b[^.:\n]*")
+# A docstring that begins so lacks the noun or the verb that a reader expects first.
+CLAUSE = re.compile(r"(Of|What|Where|Whether|When|Which|Whose|Who|Why|How|That|Those)\b[^.:\n]*")
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -74,13 +74,13 @@ class Disaggregation:
 
     @property
     def prefill_pool_tokens(self) -> int:
-        """Of each prefill server, for prompts."""
+        """The tokens of each prefill server's pool that are for prompts."""
         tokens = self.prefill.kv_pool_tokens()
         return tokens if self.offload is None else tokens - self.offload.lent_tokens(self.prefill)
 
     @property
     def decode_pool_tokens(self) -> int:
-        """Of each decode server, what it may fill of prefill servers' pools included."""
+        """The tokens of each decode server's pool, with its share of prefill servers' pools."""
         own = self.decode.kv_pool_tokens()
         if self.offload is None:
             return own

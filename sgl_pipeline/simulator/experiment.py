@@ -143,7 +143,7 @@ class Cluster:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the model as it is served."""
+        """The shape of the model as it is served."""
         return model_shape(self.model, self.quantization, self.kv_cache_dtype)
 
     def costs(self) -> PipelineCosts:

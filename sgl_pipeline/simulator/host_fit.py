@@ -59,7 +59,8 @@ def fit_host(records: Sequence[StepRecord]) -> tuple[HostCosts, SimulatedLink]:
 
 
 class _Moments:
-    """Of all steps but the first, in seconds: of the scheduler [steps], of stages [steps, stages].
+    """Moments of all steps but the first, in seconds: of the scheduler [steps], of stages [steps,
+    stages].
     `free_s` is when the step before had its rows, `order_sent_s` when the order was sent or, if
     that was before, when the first stage had taken it: a stage that wakes up may take the core of
     the scheduler, which is not done with the others' orders."""

@@ -74,7 +74,7 @@ class Migration:
         )
 
     def _state_bytes(self, num_layers: int) -> tuple[int, ...]:
-        """Of a slot in each layer, none where it has pages."""
+        """The bytes of a slot in each layer, 0 where it has pages."""
         return tuple(self.state_bytes if layer % 4 < 3 else 0 for layer in range(num_layers))
 
 

@@ -181,7 +181,7 @@ class PipelineCosts:
 
     @property
     def _weights(self) -> Sequence[float]:
-        """Of the layers of each stage."""
+        """The weights of the layers of each stage."""
         if not self.layer_weights:
             return self.layer_counts
         ends = accumulate(self.layer_counts)

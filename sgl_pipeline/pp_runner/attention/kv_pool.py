@@ -69,7 +69,7 @@ class KvPool:
 
     @property
     def device(self) -> torch.device:
-        """Of all pages."""
+        """The device of all pages."""
         return self._shapes[0].device
 
     @property

@@ -57,7 +57,7 @@ class StatePool:
         return sum(one.recurrent.nbytes + one.conv.nbytes for one in every)
 
     def shape(self, layer: int) -> StateShape | None:
-        """Of the states of `layer`, whether it is here or not; None if it has none."""
+        """The shape of the states of `layer`, whether it is here or not; None if it has none."""
         return self._shapes[layer]
 
     def add_layer(self, layer: int) -> None:

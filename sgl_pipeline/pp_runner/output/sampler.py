@@ -186,7 +186,7 @@ def _slices(rows: list[int], vocab_size: int, num_candidates: int) -> Iterator[l
 
 
 class _Parameters(NamedTuple):
-    """Of each row, [S, 1] fp64. `top_p_mass` is in units of `_ONE`."""
+    """The parameters of each row, [S, 1] fp64. `top_p_mass` is in units of `_ONE`."""
 
     temperature: torch.Tensor
     min_p: torch.Tensor

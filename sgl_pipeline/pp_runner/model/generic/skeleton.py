@@ -75,7 +75,7 @@ class Skeleton:
         return self._name_of(self.embedding)
 
     def layer_prefix(self, layer: int) -> str:
-        """Of the names of the layer's parameters."""
+        """The prefix of the names of the layer's parameters."""
         return f"{self.name}.layers.{layer}."
 
     def copy_of(self, template: nn.Module) -> nn.Module:
