@@ -345,7 +345,7 @@ def _listens(port: int) -> bool:
 
 
 def _nothing() -> None:
-    """For a server without a page."""
+    """Does nothing, for a server without a page."""
 
 
 def _fail(message: str) -> int:

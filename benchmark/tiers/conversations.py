@@ -70,7 +70,7 @@ class Conversations:
         return self.prompt_tokens(self.turns) + self.output_tokens
 
     def pool_tokens(self, excess: float, page_size: int) -> int:
-        """Tokens, in whole pages, of a pool that all conversations together exceed `excess` times."""
+        """Tokens, in whole pages, of a pool that all conversations exceed `excess` times."""
         return int(self.sessions * self.final_tokens / excess) // page_size * page_size
 
     @property

@@ -74,8 +74,8 @@ def found_share(turns: Sequence[AnsweredTurn], tier: str | None = None) -> float
 
 
 def kept_share(before: Answers, after: Answers, page_size: int) -> float:
-    """The share of each session's whole pages, computed when `before` ended, that `after` found. The
-    last token of an answer is drawn and not computed."""
+    """The share of each session's whole pages, computed when `before` ended, that `after` found.
+    The last token of an answer is drawn and not computed."""
     transcripts = before.transcripts
     there = {
         session: (len(said) - 1) // page_size * page_size for session, said in transcripts.items()

@@ -210,7 +210,7 @@ class Cluster:
 
     @property
     def _usable_bytes(self) -> float:
-        """For weights and KV, of a stage."""
+        """Bytes of a stage for weights and KV."""
         return DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
 
     def parts(self) -> AttentionSeconds:

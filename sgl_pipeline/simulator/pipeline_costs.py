@@ -54,7 +54,7 @@ class ScaledTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLink:
-    """Between neighboring stages. `bytes_per_token` of the residual stream, one row."""
+    """A link between neighboring stages. `bytes_per_token` is a row of the residual stream."""
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")

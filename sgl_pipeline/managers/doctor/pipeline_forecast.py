@@ -85,7 +85,7 @@ class PipelineForecast:
         return self.step.decodes * 1e3 / route.period_ms
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The forecast, to print."""
         lines = [f"forecast, while every step has {self.step}:"]
         if self.as_ranked is not None:
             lines += self._route("as ranked", self.as_ranked)
@@ -94,7 +94,7 @@ class PipelineForecast:
         return [*lines, *(f"  {note}" for note in self.notes)]
 
     def facts(self) -> dict[str, Any]:
-        """For programs."""
+        """The forecast as JSON types."""
         return {
             "step": {"decodes": self.step.decodes, "prompt_tokens": self.step.prompt_tokens},
             "as_ranked": None if self.as_ranked is None else self._facts_of(self.as_ranked),

@@ -89,7 +89,7 @@ class KvPool:
 
     @property
     def padding_page(self) -> int:
-        """Its id."""
+        """The id of the padding page."""
         assert self._has_padding_page, "a pool without a padding page"
         return self.num_pages
 

@@ -126,6 +126,6 @@ class StepStates(NamedTuple):
 
     @classmethod
     def of(cls, inputs: StepInputs, pool: StatePool) -> "StepStates":
-        """For a step that `pool` has checked."""
+        """The states of a step that `pool` has checked."""
         assert inputs.states is not None
         return cls(inputs.states, pool)

@@ -275,7 +275,7 @@ def _ordered(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
 
 def _weights(probabilities: torch.Tensor) -> torch.Tensor:
-    """As integers, int64: what is below 2 ** -52 weighs nothing and is never drawn."""
+    """Probabilities as int64: what is below 2 ** -52 weighs nothing and is never drawn."""
     return (probabilities * _ONE).to(torch.int64)
 
 
