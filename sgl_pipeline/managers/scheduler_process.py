@@ -24,7 +24,7 @@ from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.channels.last_words import write_last_words
 from sgl_pipeline.managers.channels.live_channel import LiveSocket, live_address
-from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_address
+from sgl_pipeline.managers.channels.operator_channel import OperatorSocket, operator_address
 from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.core_start import build_core, recovery_actions, saved_predictor
@@ -142,8 +142,8 @@ def _serve(
         if live is not None:
             stack.callback(live.close)
         metrics = _open_metrics(args, server_args, model.limits, capacity)
-        desk = DeskSocket(context, desk_address(args.run_directory))
-        operators = OperatorReplies(desk, core, grammars, args.grammars.compile_seconds)
+        socket = OperatorSocket(context, operator_address(args.run_directory))
+        operators = OperatorReplies(socket, core, grammars, args.grammars.compile_seconds)
         stack.callback(operators.close)
         front = _front(args, server_args, port_args, model, capacity, context)
         stack.callback(front.close)

@@ -65,7 +65,7 @@ def to_int4(matrix: torch.Tensor, group_size: int) -> Int4Weight:
 
 def to_mxfp4(matrix: torch.Tensor) -> Mxfp4Weight:
     """Rounds with the power of two, for each group of 32 inputs, that brings the largest into
-    e2m1's highest binade; larger ones than e2m1's become that (OCP Microscaling Formats 1.0, 6.3)."""
+    e2m1's highest binade; larger ones become its largest (OCP Microscaling Formats 1.0, 6.3)."""
     outputs, inputs = matrix.shape
     packed = matrix.new_empty(outputs, inputs // 2, dtype=torch.uint8)
     scales = matrix.new_empty(outputs, inputs // MXFP4_GROUP, dtype=torch.uint8)
