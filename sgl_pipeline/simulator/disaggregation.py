@@ -13,7 +13,7 @@ from sgl_pipeline.simulator.disaggregated_fleet import DisaggregatedFleet
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.fleet import MixedFleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
-from sgl_pipeline.simulator.peer_pages import VirtualOffers, PeerLink, PeerReads
+from sgl_pipeline.simulator.peer_pages import PeerLink, PeerReads, VirtualOffers
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.remote_attention import LocalAttention, RemoteAttention
 from sgl_pipeline.simulator.room_servers import LIMITS, DecodeServer, PrefillServer

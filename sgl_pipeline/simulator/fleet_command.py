@@ -47,9 +47,7 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:
         default=25.0,
         help="of pages between two servers, at each end of the link",
     )
-    add(
-        "--pd-link-latency-ms", type=_latency, metavar="MS", default=0.05, help="each way"
-    )
+    add("--pd-link-latency-ms", type=_latency, metavar="MS", default=0.05, help="each way")
     add(
         "--pd-prefill-policy",
         choices=POLICIES,

@@ -19,7 +19,7 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.page_transfers import PageOrder, PagePlace
-from sgl_pipeline.simulator.peer_pages import VirtualOffers, PeerReads
+from sgl_pipeline.simulator.peer_pages import PeerReads, VirtualOffers
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.remote_attention import RemoteAttention
 from sgl_pipeline.simulator.simulation import ServedRequest

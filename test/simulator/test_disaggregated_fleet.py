@@ -14,7 +14,7 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.disaggregated_fleet import DisaggregatedFleet
 from sgl_pipeline.simulator.fleet import MixedFleet
-from sgl_pipeline.simulator.peer_pages import VirtualOffers, PeerLink, PeerReads
+from sgl_pipeline.simulator.peer_pages import PeerLink, PeerReads, VirtualOffers
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.room_servers import DecodeServer, PrefillServer
 from sgl_pipeline.simulator.simulation import ServedRequest

@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    OperatorAnswer,
-    OperatorClient,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorClient,
     Question,
     ShowPlan,
     ShowRecentWork,

@@ -15,10 +15,10 @@ from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    OperatorAnswer,
-    OperatorSocket,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorSocket,
     Question,
     ShowPlan,
     ShowRecentWork,

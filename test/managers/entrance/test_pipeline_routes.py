@@ -22,10 +22,10 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels import operator_channel
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    OperatorAnswer,
-    OperatorSocket,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorSocket,
     ShowPlan,
     ShowThrottle,
     UndoMove,

@@ -16,10 +16,10 @@ from support.served_steps import ServedSteps, decode_step, flat_costs, mixed_ste
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    OperatorAnswer,
-    OperatorSocket,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorSocket,
     Question,
     ShowPlan,
     ShowThrottle,
