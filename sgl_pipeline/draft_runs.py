@@ -6,7 +6,7 @@ by these counts (`simulator/virtual_drafts.py`).
 
 import msgspec
 
-# Runs of so many right tokens count apart, and longer ones as this one.
+# Right tokens of the longest run that is counted apart; longer runs count as it.
 LONGEST_RUN = 11
 
 
@@ -26,7 +26,7 @@ class DraftRuns(msgspec.Struct, array_like=True):
     run: int = 0
 
     def note(self, num_drafted: int, num_right: int) -> None:
-        """Another lookup: a draft of so many tokens, 0 where there was none to find.
+        """Another lookup: a draft of `num_drafted` tokens, 0 where there was none to find.
 
         Where a whole draft was right, the token behind it was not drafted: its run goes on.
         """

@@ -51,7 +51,7 @@ def read_gguf_index(directory: Path) -> GgufIndex:
     try:
         return decode(_decoder, path.read_bytes())
     except (OSError, MalformedData) as error:
-        raise CheckpointError(f"{path} is no index of tensors: {error}") from None
+        raise CheckpointError(f"{path} is not an index of tensors: {error}") from None
 
 
 def write_gguf_index(directory: Path, index: GgufIndex) -> None:

@@ -20,7 +20,7 @@ class RequestLatency(NamedTuple):
 
     @classmethod
     def of(cls, first_token_ms: float, total_ms: float, output_tokens: int) -> "RequestLatency":
-        """From the times of the first and of the last token since the request came."""
+        """The latency by the times of the first and last token since the request came."""
         if output_tokens < 2:
             return cls(first_token_ms, None)
         return cls(first_token_ms, (total_ms - first_token_ms) / (output_tokens - 1))

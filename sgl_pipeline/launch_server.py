@@ -257,7 +257,7 @@ def _complete_app(
     """Adds our routes and checks to upstream's application; `stack` closes what they open."""
     from sglang.srt.entrypoints.http_server import app, get_global_state
 
-    from sgl_pipeline.managers.channels.operator_channel import desk_address
+    from sgl_pipeline.managers.channels.operator_channel import operator_address
     from sgl_pipeline.managers.channels.span_channel import span_address
     from sgl_pipeline.managers.entrance.live_page import serve_page
     from sgl_pipeline.managers.entrance.live_routes import add_live_routes
@@ -273,7 +273,7 @@ def _complete_app(
     read_calls_piece_by_piece()
     add_pipeline_routes(
         app,
-        desk_address(run_directory),
+        operator_address(run_directory),
         pipeline_args.migration.timeout_s,
         ServerKeys(upstream.api_key, upstream.admin_api_key),
     )
@@ -345,7 +345,7 @@ def _listens(port: int) -> bool:
 
 
 def _nothing() -> None:
-    """For a server without a page."""
+    """Does nothing, for a server without a page."""
 
 
 def _fail(message: str) -> int:

@@ -41,7 +41,7 @@ def indexed_files(directory: Path) -> dict[str, str] | None:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         file_of = {str(name): str(file_name) for name, file_name in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index_path} is no index of tensors: {error!r}") from None
+        raise CheckpointError(f"{index_path} is not an index of tensors: {error!r}") from None
     for file_name in set(file_of.values()):
         if Path(file_name).name != file_name:
             raise CheckpointError(f"{index_path} names {file_name!r}, outside the directory")

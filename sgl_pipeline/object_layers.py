@@ -16,7 +16,7 @@ Cuts = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
 
 
 def are_cuts(cuts: Cuts, num_layers: int) -> bool:
-    """True if `cuts` are those of a model of so many layers."""
+    """True if `cuts` fit a model of `num_layers` layers."""
     ascend = all(first < second for first, second in pairwise((*cuts, num_layers)))
     return not cuts or (cuts[0] == 0 and ascend)
 

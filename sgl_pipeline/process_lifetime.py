@@ -82,7 +82,7 @@ class WatchedProcess:
             signal.pidfd_send_signal(self._descriptor, DUMP_SIGNAL)
 
     def state(self) -> str:
-        """Its state by the kernel's word, such as `T (stopped)`."""
+        """The kernel's word for its state, such as `T (stopped)`."""
         try:
             status = Path(f"/proc/{self._pid}/status").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -100,7 +100,7 @@ class WatchedProcess:
         return waits_s
 
     def end(self) -> str:
-        """Its end in words; to be called after it has ended."""
+        """Describes its end; to be called after it has ended."""
         try:
             stat = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:

@@ -45,7 +45,7 @@ def program(client: str, program: str) -> Path:
 
 
 def version(client: str) -> str:
-    """Of an installed client, else "missing"."""
+    """The version of an installed client, else "missing"."""
     packages = CLIENTS_DIRECTORY / client
     for folder in packages.glob(f"lib/python3*/site-packages/{client}-*.dist-info"):
         return folder.name.removeprefix(f"{client}-").removesuffix(".dist-info")

@@ -78,7 +78,7 @@ def in_order(names: Sequence[str]) -> list[Precision]:
 
 
 def server_flags(precision: Precision, checkpoints: Path) -> tuple[str, ...]:
-    """Of a server of `precision`, whose checkpoint is written into `checkpoints` where it must."""
+    """Flags of a server of `precision`; its checkpoint is written into `checkpoints` if needed."""
     path = precision.demo_checkpoint(checkpoints)
     return ("--model-path", str(path), "--dtype", "bfloat16", *precision.flags)
 

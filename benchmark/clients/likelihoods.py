@@ -12,7 +12,7 @@ Likelihoods = dict[tuple[str, str], float]
 
 
 def served_likelihoods(samples: Path) -> Likelihoods:
-    """Of every (context, continuation) in a `samples_*.jsonl` of lm-eval."""
+    """The likelihood of every (context, continuation) in a `samples_*.jsonl` of lm-eval."""
     found: Likelihoods = {}
     for line in samples.read_text(encoding="utf-8").splitlines():
         sample = json.loads(line)

@@ -39,7 +39,7 @@ def evaluate(url: str, directory: Path, questions: int) -> Scores:
 
 
 def read_scores(output: Path) -> Scores:
-    """Of the one run that wrote into `output`."""
+    """The scores of the one run that wrote into `output`."""
     (results,) = output.rglob("results_*.json")
     (generated,) = output.rglob(f"samples_{GENERATE}_*.jsonl")
     (chosen,) = output.rglob(f"samples_{CHOOSE}_*.jsonl")

@@ -114,7 +114,7 @@ def _ask(url: str, question: str) -> Answered:
 def answer_verdicts(
     first: Sequence[Answered], again: Sequence[Answered], most_s: float
 ) -> list[Verdict]:
-    """Of the answers before and after the idle time."""
+    """The verdicts on the answers before and after the idle time."""
     good = [
         one.is_good and one.text == before.text for before, one in zip(first, again, strict=True)
     ]

@@ -23,8 +23,8 @@ class Kind:
     prefill_share: float = 0.0
 
     def output_tokens_of(self, client: int, number: int) -> int:
-        """Of a client's request, from number 0 on. First answers have all lengths up to a whole
-        one, so that the clients do not go on in step."""
+        """The length of a client's answer, from number 0 on. First answers have all lengths up to a
+        whole one, so that the clients do not go on in step."""
         if self.clients and number == 0:
             return max(2, -(-self.output_tokens * (client + 1) // self.clients))
         return self.output_tokens

@@ -52,7 +52,7 @@ def one_line(minute: Minute) -> str:
 
 
 def verdicts(minutes: Sequence[Minute], limits: Limits) -> list[Verdict]:
-    """Of a soak whose last minute was seen after the load, from two minutes after its warm-up on.
+    """The verdicts on a soak whose last minute was after the load, from two minutes after warm-up.
 
     Raises ValueError where there are fewer.
     """

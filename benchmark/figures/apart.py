@@ -49,7 +49,7 @@ def load(name: str, rate_per_s: float, options: Options) -> list[SimulatedReques
 
 
 def mean_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """Of a request in the middle of its answer."""
+    """The mean length of a request in the middle of its answer."""
     total = sum(one.input_tokens + one.output_tokens // 2 for one in requests)
     return max(1, total // len(requests))
 

@@ -18,7 +18,7 @@ from benchmark.figures.time_throttle import SCHEDULING, WINDOW
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.microbatch import Microbatch
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.experiment import MEASURED_HOST, Cluster
+from sgl_pipeline.simulator.experiment import VIDUR_A100_HOST, Cluster
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import summarize
 from sgl_pipeline.simulator.traces import load_trace
@@ -30,7 +30,7 @@ AT_THE_RATE = "at the rate"
 SATURATED = {
     "saturated": (OUR_HOST, POLICY.prefill_spread_steps),
     "saturated, #T doubled": (OUR_HOST, 2 * POLICY.prefill_spread_steps),
-    "saturated, Vidur's host": (MEASURED_HOST, POLICY.prefill_spread_steps),
+    "saturated, Vidur's host": (VIDUR_A100_HOST, POLICY.prefill_spread_steps),
 }
 # Each client has its next request once it has its answer; the steps of a run, and the share of them
 # until it runs evenly.

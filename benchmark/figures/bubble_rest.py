@@ -23,7 +23,8 @@ MACHINES = (("Qwen2.5-14B", "a100-80g"), ("Llama-3.1-70B", "h200"))
 TRACES = ("sharegpt", "azure_conv", "azure_code")
 DEPTHS = (4, 8)
 POLICY = ThrottleArgs(policy="throttle-time")
-# `bench_decisions`: 0.19 ms for a step of 127 decodes, and as much for its results.
+# 0.19 ms for a step of 127 decodes and as much for its results, as measured by `bench_decisions`
+# (benchmark/results/2026-11-21_2015_decisions.md); preparation is Vidur's.
 OUR_HOST = HostCosts(
     schedule_step_s=0.05e-3,
     schedule_chunk_s=0.0011e-3,

@@ -4,11 +4,12 @@ Shared by the files of this folder. Every number that a figure shows is in its r
 picture can be drawn again from the JSON alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -114,6 +115,35 @@ def numbers(simulation: Simulation, target: LatencyTarget | None = None) -> Row:
         "num_failed": summary.num_failed,
     }
     return row if target is None else row | {"target_share": summary.target_share}
+
+
+def load_panels(
+    rows: Iterable[Row],
+    canvas: Canvas,
+    columns: Sequence[tuple[str, str]],
+    *,
+    x_label: str,
+    inches: tuple[float, float],
+) -> Iterator[tuple[str, str, Axes]]:
+    """A panel of `canvas` for each load (down) and column (across), to draw into before the next is
+    asked for.
+
+    Args:
+        columns: names in `rows`, each with its label.
+        inches: width of the canvas, and height of a line of panels.
+    """
+    loads = [load for (load,) in distinct(rows, "load")]
+    canvas.set_size_inches(inches[0], inches[1] * len(loads))
+    panels = canvas.subplots(len(loads), len(columns), squeeze=False)
+    for load, line in zip(loads, panels, strict=True):
+        for panel, (column, label) in zip(line, columns, strict=True):
+            yield load, column, panel
+            panel.set_xlabel(x_label)
+            panel.set_ylabel(label)
+            panel.set_ylim(bottom=0)
+            panel.set_title(load, fontsize=10)
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=8)
 
 
 def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.apart import LONG_ANSWERS, System, apart, load, mean_tokens
-from benchmark.figures.figure import Figure, Options, Row, change, distinct, select
+from benchmark.figures.figure import Figure, Options, Row, change, distinct, load_panels, select
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
 from sgl_pipeline.throttle.attention_offload import Reading
 
@@ -44,21 +44,12 @@ def compute(options: Options) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
-    loads = distinct(rows, "load")
-    canvas.set_size_inches(15, 3.4 * len(loads))
-    panels = canvas.subplots(len(loads), len(COLUMNS), squeeze=False)
-    for (name,), line in zip(loads, panels, strict=True):
-        for panel, (column, label) in zip(line, COLUMNS, strict=True):
-            for system, style in STYLE.items():
-                points = select(rows, load=name, system=system)
-                rates = [row["rate_per_s"] for row in points]
-                panel.plot(rates, [row[column] for row in points], label=system, **style)
-            panel.set_xlabel("requests/s")
-            panel.set_ylabel(label)
-            panel.set_ylim(bottom=0)
-            panel.set_title(name, fontsize=10)
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=8)
+    panels = load_panels(rows, canvas, COLUMNS, x_label="requests/s", inches=(15, 3.4))
+    for name, column, panel in panels:
+        for system, style in STYLE.items():
+            points = select(rows, load=name, system=system)
+            rates = [row["rate_per_s"] for row in points]
+            panel.plot(rates, [row[column] for row in points], label=system, **style)
 
 
 def conclude(rows: Sequence[Row]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from matplotlib.figure import Figure as Canvas
 
 from benchmark.figures.apart import LONG_ANSWERS, System, apart, load, mean_tokens
-from benchmark.figures.figure import Figure, Options, Row, change, distinct, select
+from benchmark.figures.figure import Figure, Options, Row, change, distinct, load_panels, select
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
 
 RATIOS = (0.2, 0.4, 0.6, 0.7, 0.8, 1.0, 1.3)
@@ -43,22 +43,15 @@ def compute(options: Options) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
-    loads = distinct(rows, "load")
-    canvas.set_size_inches(13, 3.6 * len(loads))
-    panels = canvas.subplots(len(loads), len(COLUMNS), squeeze=False)
-    for (name,), line in zip(loads, panels, strict=True):
+    panels = load_panels(
+        rows, canvas, COLUMNS, x_label="offloaded / local attention", inches=(13, 3.6)
+    )
+    for name, column, panel in panels:
         (plain,) = select(rows, load=name, system="apart")
-        for panel, (column, label) in zip(line, COLUMNS, strict=True):
-            for executor, style in STYLE.items():
-                points = [plain, *select(rows, load=name, system=executor)]
-                ratios = [row["ratio"] for row in points]
-                panel.plot(ratios, [row[column] for row in points], label=executor, **style)
-            panel.set_xlabel("offloaded / local attention")
-            panel.set_ylabel(label)
-            panel.set_ylim(bottom=0)
-            panel.set_title(name, fontsize=10)
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=8)
+        for executor, style in STYLE.items():
+            points = [plain, *select(rows, load=name, system=executor)]
+            ratios = [row["ratio"] for row in points]
+            panel.plot(ratios, [row[column] for row in points], label=executor, **style)
 
 
 def conclude(rows: Sequence[Row]) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure as Canvas
 
-from benchmark.figures.figure import Figure, Options, Row, change, distinct, select
+from benchmark.figures.figure import Figure, Options, Row, change, distinct, load_panels, select
 from benchmark.figures.stores import (
     HOST_MEMORY,
     KV_BYTES_PER_TOKEN,
@@ -52,24 +52,21 @@ def compute(options: Options) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
-    loads = distinct(rows, "load")
-    canvas.set_size_inches(10, 3.6 * len(loads))
-    panels = canvas.subplots(len(loads), len(COLUMNS), squeeze=False)
-    for (load,), line in zip(loads, panels, strict=True):
-        for panel, (column, label) in zip(line, COLUMNS, strict=True):
-            for system, style in STYLE.items():
-                points = select(rows, load=load, system=system)
-                shares = [row["share"] for row in points]
-                panel.plot(shares, [row[column] for row in points], label=system, **style)
-            for system, dashes in (("pool", "--"), ("recompute", ":")):
-                (row,) = select(rows, load=load, system=system)
-                panel.axhline(row[column], color="#999999", linestyle=dashes, label=system)
-            panel.set_xlabel("room of the store / all distinct keys and values")
-            panel.set_ylabel(label)
-            panel.set_ylim(bottom=0)
-            panel.set_title(load, fontsize=10)
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=8)
+    panels = load_panels(
+        rows,
+        canvas,
+        COLUMNS,
+        x_label="room of the store / all distinct keys and values",
+        inches=(10, 3.6),
+    )
+    for load, column, panel in panels:
+        for system, style in STYLE.items():
+            points = select(rows, load=load, system=system)
+            shares = [row["share"] for row in points]
+            panel.plot(shares, [row[column] for row in points], label=system, **style)
+        for system, dashes in (("pool", "--"), ("recompute", ":")):
+            (row,) = select(rows, load=load, system=system)
+            panel.axhline(row[column], color="#999999", linestyle=dashes, label=system)
 
 
 def conclude(rows: Sequence[Row]) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure as Canvas
 
-from benchmark.figures.figure import Figure, Options, Row, change, distinct, select
+from benchmark.figures.figure import Figure, Options, Row, change, distinct, load_panels, select
 from benchmark.figures.stores import (
     BUSY_SHAREGPT,
     HOST_MEMORY,
@@ -75,24 +75,15 @@ def _store(gb_per_s: float) -> StoreCosts:
 
 
 def draw(rows: Sequence[Row], canvas: Canvas) -> None:
-    loads = distinct(rows, "load")
-    canvas.set_size_inches(15, 3.4 * len(loads))
-    panels = canvas.subplots(len(loads), len(COLUMNS), squeeze=False)
-    for (load,), line in zip(loads, panels, strict=True):
+    panels = load_panels(rows, canvas, COLUMNS, x_label="GB/s of each stage", inches=(15, 3.4))
+    for load, column, panel in panels:
         (pool,) = select(rows, load=load, system="pool")
-        for panel, (column, label) in zip(line, COLUMNS, strict=True):
-            for system, style in STYLE.items():
-                points = select(rows, load=load, system=system)
-                speeds = [row["gb_per_s"] for row in points]
-                panel.plot(speeds, [row[column] for row in points], label=system, **style)
-            panel.axhline(pool[column], color="#999999", linestyle="--", label="pool alone")
-            panel.set_xscale("log")
-            panel.set_xlabel("GB/s of each stage")
-            panel.set_ylabel(label)
-            panel.set_ylim(bottom=0)
-            panel.set_title(load, fontsize=10)
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=8)
+        for system, style in STYLE.items():
+            points = select(rows, load=load, system=system)
+            speeds = [row["gb_per_s"] for row in points]
+            panel.plot(speeds, [row[column] for row in points], label=system, **style)
+        panel.axhline(pool[column], color="#999999", linestyle="--", label="pool alone")
+        panel.set_xscale("log")
 
 
 def conclude(rows: Sequence[Row]) -> list[str]:

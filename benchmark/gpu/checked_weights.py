@@ -4,13 +4,14 @@ A choice of experts is a step: where rounding sends a row to another expert, its
 one, right as it may be. So models with experts get weights with which it cannot.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from sgl_pipeline.pp_runner.model.families import TensorNames
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights, WeightSource
+from sgl_pipeline.pp_runner.weights.wrapped_weights import WrappedWeights
 
 _ROUTING_SHARE = 8  # of the dimensions of the residual stream, one
 _MAGNITUDE = 2.0**-4  # of the same order as the other dimensions
@@ -24,40 +25,16 @@ def checked_weights(spec: DecoderSpec, device: torch.device) -> WeightSource:
     return RoutedWeights(spec.names, device)
 
 
-class UpcastWeights:
+class UpcastWeights(WrappedWeights):
     """The weights of `source` as fp32 numbers of the same value."""
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-        self.loaded = source.loaded
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._source.dtype
-
-    @property
-    def is_made_up(self) -> bool:
-        return self._source.is_made_up
-
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
-
-    def names(self) -> Iterable[str]:
-        return self._source.names()
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._source.shape_of(name)
-
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._source.read(name, shape).float()
-
-    def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self._source.read_as(name, shape, dtype)
+        return super().read(name, shape).float()
 
     def read_parts(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> Iterator[torch.Tensor]:
-        for part in self._source.read_parts(name, shape, dtype):
+        for part in super().read_parts(name, shape, dtype):
             yield part.float() if dtype is None else part
 
 

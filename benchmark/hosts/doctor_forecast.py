@@ -78,7 +78,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the forecast, as a share of what was measured."""
+        """The forecast's error, as a share of what was measured."""
         return self.forecast.output_tokens_per_s / self.output_tokens_per_s - 1.0
 
 

@@ -71,12 +71,12 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """The prediction's error, as a share of what was measured."""
         return self.predicted_tokens_per_s / self.tokens_per_s - 1.0
 
 
 class OverLinks(NamedTuple):
-    """Of one server: tokens a second over each of `LINKS`, the monotonic moments between which each
+    """One server's tokens a second over each of `LINKS`, the monotonic moments between which each
     was measured, and the sockets that listen on each host for others."""
 
     rates: list[float]

@@ -56,7 +56,7 @@ def vllm_served(
 
 
 def vllm_host_command(network: Network, model: Path, rank: int) -> list[str]:
-    """Of one host. Only rank 0 answers clients, by the name `model`."""
+    """The command of one host. Only rank 0 answers clients, by the name `model`."""
     num_hosts = len(network.hosts)
     command = [*vllm_command(VLLM_DIRECTORY, model, model, num_hosts), "--no-enable-prefix-caching"]
     command += ["--nnodes", str(num_hosts), "--node-rank", str(rank)]

@@ -1,5 +1,5 @@
 """Lints prose: words in the pages and in the package's lines that make a native reader stop, and
-docstrings of package and benchmarks that begin with a clause.
+docstrings of package and benchmarks that begin with a clause or "Of".
 
     python -m benchmark.house.prose
 
@@ -27,7 +27,8 @@ AVOIDED = {
     r"\bmend(s|ed|ing)?\b": "fix",
     r"\bdear\b|\bdearer\b": "expensive",
     r"\bhangs on\b": "depends on",
-    r"\bis no (device|name|number|token)\b": "is not a",
+    r"\bso many\b": "the number, or its name",
+    r"\b(is|are) no (chance|device|flag|local|name|number|part|rank|token|whole)\b": "is not a",
     r"\blearnt\b|\bspoilt\b|\bwhilst\b": "learned, corrupted, while",
     r"[Ll]icence|[Nn]eighbour|[Hh]onour|(quant|optim|normal|minim|initial)is[aei]": "American",
 }
@@ -39,8 +40,8 @@ AVOIDED_IN_PAGES = AVOIDED | {
     r"\bthose that\b": "the noun",
     r"\*\*What |[.;:] What (?!is 17)": "the noun; a clause is a hard subject",
 }
-# A docstring that begins so has a clause where a reader expects the thing or its verb.
-CLAUSE = re.compile(r"(What|Where|Whether|When|Which|Whose|Who|Why|How|That|Those)\b[^.:\n]*")
+# A docstring that begins so lacks the noun or the verb that a reader expects first.
+CLAUSE = re.compile(r"(Of|What|Where|Whether|When|Which|Whose|Who|Why|How|That|Those)\b[^.:\n]*")
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

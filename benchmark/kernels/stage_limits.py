@@ -83,7 +83,7 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShares:
-    """Of the time from a run's first step to its last token, on one stage of one policy's server.
+    """Shares of the time from a run's first step to its last token, on one stage under one policy.
 
     `limit` is what a core needs at least, `beyond_limit` what the stage computed besides; the rest
     are the causes of `stage_timing.BubbleShares`. They add up to 1.
@@ -102,7 +102,7 @@ class StageShares:
 def stage_shares(
     policy: str, records: Sequence[StepRecord], work: Sequence[StageWork], rates: CoreRates
 ) -> list[StageShares]:
-    """Of one run, a row a stage."""
+    """The shares of one run, a row a stage."""
     shares = bubble_shares(records)
     rows = []
     for stage, (own_work, own) in enumerate(zip(work, shares, strict=True)):

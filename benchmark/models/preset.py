@@ -101,7 +101,7 @@ class HybridPreset(Preset):
 
     @property
     def layer_types(self) -> list[str]:
-        """Of each layer, by the names of config.json."""
+        """The type of each layer, by the names of config.json."""
         kinds = ["linear_attention", "full_attention"]
         return [kinds[layer % 4 == 3] for layer in range(self.num_hidden_layers)]
 

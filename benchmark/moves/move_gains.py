@@ -44,8 +44,8 @@ class ClosedLoop:
     output_tokens: int
 
     def first_output_tokens(self, client: int) -> int:
-        """Of a client's first answer: of all lengths among the clients, so that prompts come evenly
-        from the beginning on, and not those of all clients at once every so often."""
+        """The length of a client's first answer: all lengths among the clients, so that prompts
+        come evenly from the beginning on, and not from all clients at once every so often."""
         return -(-self.output_tokens * (client + 1) // self.clients)
 
 
@@ -142,7 +142,7 @@ class Clients:
                     return
 
     def _body(self, prompt: list[int], output_tokens: int) -> dict[str, Any]:
-        """Of a request for exactly `output_tokens`, greedy and streamed."""
+        """The body of a request for exactly `output_tokens`, greedy and streamed."""
         return {
             "input_ids": prompt,
             "sampling_params": {
@@ -325,7 +325,7 @@ def _score(rates: Sequence[Rate], best: dict[str, float], split: tuple[int, ...]
 
 
 def _median(rates: Sequence[Rate], load: str, *, split: tuple[int, ...] | None) -> float:
-    """Of the runs of `load` under a fixed split, or under `auto` where it is None."""
+    """The median of the runs of `load` under a fixed split, or under `auto` where it is None."""
     return statistics.median(
         one.tokens_per_s
         for one in rates

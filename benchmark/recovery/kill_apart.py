@@ -87,7 +87,7 @@ def _measure(options: Options) -> Report:
 
 
 def make_prompts(rng: Random, count: int) -> list[Prompt]:
-    """Of less than a page and of many, some with a common beginning, every other one seeded."""
+    """Prompts from less than a page to many; some share a beginning, every other one is seeded."""
     shared = [rng.randrange(10, _VOCABULARY) for _ in range(400)]
     prompts = []
     for number in range(count):

@@ -44,7 +44,7 @@ class MemorySeries:
                     self.samples.setdefault(name, []).append((elapsed_s, resident_mib))
 
     def growth(self, warm_up_s: float) -> dict[str, Growth]:
-        """Of every process with at least two samples after the warm-up."""
+        """The growth of every process with at least two samples after the warm-up."""
         return {
             name: _growth([sample for sample in samples if sample[0] >= warm_up_s])
             for name, samples in self.samples.items()

@@ -30,9 +30,9 @@ from benchmark.support.command import (
 )
 from benchmark.support.engine import Engine
 from benchmark.support.engines import parse_engine, running
-from benchmark.support.loads import ClientLoad, Load, MixedLoad
+from benchmark.support.loads import Load, MixedLoad
 from benchmark.support.machine import usable_cores
-from benchmark.support.measured_models import NAMES, MeasuredModel, measured_model
+from benchmark.support.measured_models import NAMES, measured_model
 from benchmark.support.measured_runs import DEFAULT_PRESET, check_equal_work, measure, turns
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run, comparison_table, cost_table
@@ -91,8 +91,8 @@ def _compare(options: Options) -> Report:
         )
         for text in options.engine or ENGINES
     ]
-    warm_up = _ready("warm-up", replace(WARM_UP, num_requests=options.warm_up_requests), model)
-    loads = [_ready(name, LOADS[name], model) for name in names]
+    warm_up = model.written(replace(WARM_UP, num_requests=options.warm_up_requests), "warm-up")
+    loads = [model.written(LOADS[name], name) for name in names]
     times_each = 2 if options.prefix_caches else 1
     runs: dict[str, list[Run]] = {name: [] for name in names}
     with progress(options.rounds * len(engines), "turns") as bar:
@@ -118,11 +118,6 @@ def _compare(options: Options) -> Report:
         },
         record={"runs": {name: [asdict(run) for run in runs[name]] for name in names}},
     )
-
-
-def _ready(name: str, load: Load | MixedLoad, model: MeasuredModel) -> ClientLoad:
-    # The client's own random ids do not survive decoding: servers would count other tokens than it.
-    return load.written(SCRATCH / f"{name}.jsonl", model.texts)
 
 
 def _throughputs(runs: dict[str, list[Run]], names: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Of one run of one load: medians over its steps of decodes alone, and the whole run's rate.
+    """One run of one load: medians over its steps of decodes alone, and the whole run's rate.
 
     `stage_ms[s]` is what stage `s` computed, `head_ms` the part of the last one's that is the
     head's and the sampler's; `scheduler_ms` is deciding, encoding and applying a step.
@@ -106,7 +106,7 @@ def _of_model(preset: str, rounds: int, port: int) -> Iterator[Growth]:
 
 
 def growth_of(model: str, load: str, measured: MeasuredLoad) -> Growth:
-    """Of a run with steps of decodes alone and steps of prefill alone, or nearly so."""
+    """The numbers of a run with steps of decodes alone and of prefill alone, or nearly so."""
     decoding = [record for record in measured.records if record.prefill_tokens == 0]
     prefilling = max(measured.records, key=lambda record: record.prefill_tokens)
 

@@ -30,7 +30,7 @@ from benchmark.support.command import (
 from benchmark.support.engine import Engine
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.load_client import UNDER_POLICY
-from benchmark.support.loads import ClientLoad, Load, MixedLoad
+from benchmark.support.loads import ClientLoad, Load
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_models import NAMES, MeasuredModel, measured_model
 from benchmark.support.measured_runs import (
@@ -93,9 +93,9 @@ def _compare(options: Options) -> Report:
     )
     model = measured_model(options.model)
     engine = parse_engine(options.server, model.path, options.port, SCRATCH, usable_cores())
-    loads = {name: _written(name, USUAL_LOADS[name], model) for name in options.loads}
-    first = _written("first", FIRST, model)
-    warm_ups = [_written(f"warm-up-{one.seed}", one, model) for one in WARM_UPS]
+    loads = {name: model.written(USUAL_LOADS[name], f"policies_{name}") for name in options.loads}
+    first = model.written(FIRST, "policies_first")
+    warm_ups = [model.written(one, f"policies_warm-up-{one.seed}") for one in WARM_UPS]
     runs: dict[str, list[Run]] = {name: [] for name in loads}
     problems: list[str] = []
     rounds = range(options.first_round, options.first_round + options.rounds)
@@ -127,10 +127,6 @@ def _compare(options: Options) -> Report:
         record={"runs": {name: [asdict(run) for run in of_load] for name, of_load in runs.items()}},
         problems=problems,
     )
-
-
-def _written(name: str, load: Load | MixedLoad, model: MeasuredModel) -> ClientLoad:
-    return load.written(SCRATCH / f"policies_{name}.jsonl", model.texts)
 
 
 def _take_turns(

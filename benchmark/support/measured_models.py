@@ -8,9 +8,9 @@ from tokenizers import Tokenizer
 
 from benchmark.models.fetch_model import MODELS, fetch_model
 from benchmark.models.make_model import PRESETS
-from benchmark.support.loads import Texts, filler_texts
+from benchmark.support.loads import Load, MixedLoad, Texts, WrittenLoad, filler_texts
 from benchmark.support.measured_runs import make_model
-from benchmark.support.paths import DOCS, ROOT
+from benchmark.support.paths import DOCS, ROOT, SCRATCH
 
 NAMES = f"a preset of make_model, {', '.join(MODELS)}, or a path"
 
@@ -31,6 +31,11 @@ class MeasuredModel:
     directory: Path
     page_ids: tuple[int, ...] | None
     texts: Texts
+
+    def written(self, load: Load | MixedLoad, name: str) -> WrittenLoad:
+        """The file `name` of `load` in texts of the model. The client's own random ids do not
+        survive decoding: servers would count other tokens than it."""
+        return load.written(SCRATCH / f"{name}.jsonl", self.texts)
 
 
 def measured_model(name: str) -> MeasuredModel:

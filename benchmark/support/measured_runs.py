@@ -162,7 +162,7 @@ def _measured(
 
 
 def client_latencies(result: Mapping[str, Any]) -> tuple[RequestLatency, ...]:
-    """Of the requests of a run whose requests have all been answered, from the client's details,
+    """The latencies of a run whose requests have all been answered, from the client's details,
     which are in seconds."""
     return tuple(
         RequestLatency.of(ttft_s * 1e3, (ttft_s + sum(gaps_s)) * 1e3, output_tokens)

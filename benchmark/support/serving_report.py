@@ -76,7 +76,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of at least one value."""
+    """The spread of at least one value."""
     return Spread(statistics.median(values), min(values), max(values))
 
 

@@ -61,16 +61,16 @@ class Conversations:
     seed: int = 1
 
     def prompt_tokens(self, turn: int) -> int:
-        """Of the whole conversation as `turn` sends it."""
+        """Tokens of the whole conversation as `turn` sends it."""
         return self.first_tokens + (turn - 1) * (self.user_tokens + self.output_tokens)
 
     @property
     def final_tokens(self) -> int:
-        """Of a conversation after its last answer."""
+        """Tokens of a conversation after its last answer."""
         return self.prompt_tokens(self.turns) + self.output_tokens
 
     def pool_tokens(self, excess: float, page_size: int) -> int:
-        """Of a pool, in whole pages, that all conversations exceed `excess` times at their end."""
+        """Tokens, in whole pages, of a pool that all conversations exceed `excess` times."""
         return int(self.sessions * self.final_tokens / excess) // page_size * page_size
 
     @property

@@ -70,7 +70,7 @@ def empty_store() -> Iterator[Path]:
 
 
 def store_mib(store: Path) -> float:
-    """Of all files in `store`."""
+    """The size of all files in `store`."""
     return sum(path.stat().st_size for path in store.rglob("*") if path.is_file()) / 2**20
 
 

@@ -51,13 +51,13 @@ class Answers:
 
     @property
     def transcripts(self) -> Transcripts:
-        """Of each session after its last turn."""
+        """The transcript of each session after its last turn."""
         return {one.session: one.transcript for one in self.turns}
 
 
 class TurnClients:
-    """Of the server at `base_url`; `most_at_once` turns are under way at a time, and each answer
-    has `output_tokens`, greedy."""
+    """Clients of the server at `base_url`; `most_at_once` turns are under way at a time, and each
+    answer has `output_tokens`, greedy."""
 
     def __init__(self, base_url: str, most_at_once: int, output_tokens: int) -> None:
         self._url = f"{base_url}/generate"

@@ -67,15 +67,15 @@ def p99_gap_ms(run: TurnRun) -> float:
 
 
 def found_share(turns: Sequence[AnsweredTurn], tier: str | None = None) -> float:
-    """Of the prompts' tokens, those that were not computed: all, or by the server's account those
-    of `tier`."""
+    """The share of the prompts' tokens that were not computed: all, or by the server's account the
+    tokens from `tier`."""
     found = [one.cached_details.get(tier, 0) if tier else one.cached_tokens for one in turns]
     return sum(found) / sum(len(one.prompt) for one in turns)
 
 
 def kept_share(before: Answers, after: Answers, page_size: int) -> float:
-    """Of the whole pages that had been computed of each session when `before` ended, those that
-    `after` found. The last token of an answer is drawn and not computed."""
+    """The share of each session's whole pages, computed when `before` ended, that `after` found.
+    The last token of an answer is drawn and not computed."""
     transcripts = before.transcripts
     there = {
         session: (len(said) - 1) // page_size * page_size for session, said in transcripts.items()

@@ -19,7 +19,7 @@ DRAFT_ROWS, MOST_DRAFT_ROWS = 12, 64
 
 
 def draft_tokens_of(rows: int | None) -> int:
-    """Most draft tokens of a decode that has at most so many rows in a step (None: SGLang's
+    """Most draft tokens of a decode that has at most `rows` rows in a step (None: SGLang's
     default), which count the token before them too. Raises ConfigurationError."""
     rows = DRAFT_ROWS if rows is None else rows
     between(2, MOST_DRAFT_ROWS)("--speculative-num-draft-tokens", rows)

@@ -124,7 +124,7 @@ def load_of(options: argparse.Namespace) -> CapacityLoad:
 
 
 def throttle_of(options: argparse.Namespace) -> ThrottleArgs:
-    """With the first policy. Raises ConfigurationError."""
+    """The throttle's settings, with the first policy. Raises ConfigurationError."""
     policy = options.policy[0] if options.policy else ThrottleArgs().policy
     return read_section(ThrottleArgs, options, policy=policy)
 

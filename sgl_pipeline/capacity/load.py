@@ -79,7 +79,7 @@ class CapacityLoad:
         return requests
 
     def describe(self) -> str:
-        """In a line for people."""
+        """Describes the load in a line."""
         source = self.source
         if isinstance(source, LengthRange):
             what = (

@@ -153,7 +153,7 @@ class LoadClient:
 
 
 def _tokens_of(line: bytes) -> int:
-    """Raises _FailedRequestError for a part that is no part of an answer, such as an error."""
+    """Raises _FailedRequestError for a part that does not belong to an answer, such as an error."""
     try:
         part = _decoder.decode(line.removeprefix(_DATA))
     except msgspec.MsgspecError:

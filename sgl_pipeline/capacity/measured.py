@@ -21,7 +21,7 @@ _FLUSH_POLL_S = 0.2
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """The facts of its pipeline that a running server tells in `/server_info`."""
+    """The facts of its pipeline that a running server reports in `/server_info`."""
 
     num_stages: int
     layer_partition: list[int]
@@ -79,16 +79,16 @@ class MeasuredServer:
             return info.internal_states[0]
         except (msgspec.ValidationError, IndexError) as error:
             raise ConfigurationError(
-                f"{self.url} does not tell of its pipeline ({error}): is it a server of ours?"
+                f"{self.url} does not describe its pipeline ({error}): is it a server of ours?"
             ) from None
 
     def knobs(self) -> dict[str, Any]:
         """The throttle's knobs in force: the fields of `ThrottleArgs`, and `accounting`."""
-        told = msgspec.json.decode(self._call("GET", "pipeline/throttle"), type=dict[str, Any])
+        knobs = msgspec.json.decode(self._call("GET", "pipeline/throttle"), type=dict[str, Any])
         names = [field.name for field in fields(ThrottleArgs)] + ["accounting"]
-        if missing := [name for name in names if name not in told]:
-            raise ConfigurationError(f"{self.url}: /pipeline/throttle tells nothing of {missing}")
-        return {name: told[name] for name in names}
+        if missing := [name for name in names if name not in knobs]:
+            raise ConfigurationError(f"{self.url}: /pipeline/throttle does not have {missing}")
+        return {name: knobs[name] for name in names}
 
     def set_policy(self, policy: str) -> None:
         """Changes the policy between two steps."""

@@ -104,7 +104,7 @@ def _fitted(
 
 
 def vocab_size_of(options: argparse.Namespace) -> int:
-    """Of the model that is served. Raises ConfigurationError as `stages_of`."""
+    """The vocabulary of the served model. Raises ConfigurationError as `stages_of`."""
     return stages_of(_on_cpu(options))[1].vocab_size
 
 

@@ -71,9 +71,9 @@ class Predicted:
 
 
 def pace(predicted: Round, measured: Round) -> tuple[float, float]:
-    """Of the same requests, each alone: the measured time per token as a multiple of the predicted
-    one (without any, the time to the first token), and the milliseconds of a first token that this
-    factor does not explain."""
+    """The measured time per token as a multiple of the predicted one (without any, the time to the
+    first token), and the milliseconds of a first token that this factor does not explain. Both
+    rounds have the same requests, each alone."""
     pairs = [
         (one, other)
         for one, other in zip(predicted.latencies, measured.latencies, strict=True)

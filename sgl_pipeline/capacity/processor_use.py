@@ -37,7 +37,7 @@ class ProcessorUse(msgspec.Struct, frozen=True):
 
     @classmethod
     def total(cls, uses: Sequence["ProcessorUse"]) -> "ProcessorUse":
-        """Of several measurements."""
+        """The sum of several measurements."""
         kinds = [kind for one in uses for kind in one.seconds]
         seconds = {
             kind: sum(one.seconds.get(kind, 0.0) for one in uses) for kind in dict.fromkeys(kinds)
@@ -66,7 +66,7 @@ class ProcessorMeter:
         return ProcessorUse(time.monotonic() - self._began_s, seconds)
 
     def _busy_s(self) -> dict[tuple[str, int], float]:
-        """Of each process since it began, by kind and id."""
+        """Processor seconds of each process since it began, by kind and id."""
         own = psutil.Process()
         found = {(_CLIENTS, own.pid): own, (_FRONT, self._server.pid): self._server}
         for process in self._server.children(recursive=True):

@@ -29,7 +29,7 @@ class RateTrial:
 
     @property
     def latencies(self) -> list[RequestLatency | None]:
-        """Of the requests of all rounds."""
+        """The latencies of the requests of all rounds."""
         return [one for each in self.rounds for one in each.latencies]
 
     def goodput(self, target: LatencyTarget) -> float:

@@ -80,7 +80,7 @@ class SideResult(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.side}, {self.policy}"
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The report, to print."""
         head = self.name if self.capacity is None else f"{self.name}: {self.capacity} requests/s"
         return ["", head, _HEADER, *map(str, self.rates)]
 
@@ -118,7 +118,7 @@ class CapacityResult(msgspec.Struct, frozen=True, kw_only=True):
     front_ms: float | None = None
 
     def lines(self) -> list[str]:
-        """For people, after the heading."""
+        """The report, to print below its heading."""
         lines = [line for side in self.sides for line in side.lines()]
         if self.slowness is not None:
             lines += [
@@ -143,5 +143,5 @@ class CapacityResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rate_rows(trials: Sequence[RateTrial], target: LatencyTarget) -> list[RateRow]:
-    """By rising rate."""
+    """A row for each rate, ascending."""
     return [RateRow.of(trial, target) for trial in trials]

@@ -1,8 +1,8 @@
 """The one TCP port on which a host listens for the others of its cluster.
 
 Runs in the event loop of the head process or of a host's agent. It reads a greeting (`doors.py`),
-which strangers cannot write, and hands the connection over. What is no greeting is dropped, counted
-and has no other effect; whoever sends nothing is dropped too.
+which strangers cannot write, and hands the connection over. Anything else is dropped, counted and
+has no other effect; a connection that sends nothing is dropped too.
 """
 
 import asyncio

@@ -149,7 +149,7 @@ def dial(
 
 
 def door_path(run_directory: str, name: str) -> str:
-    """Of the socket behind a door. Raises ValueError for a name that could leave the directory."""
+    """The socket behind a door. Raises ValueError for a name that could leave the directory."""
     if not name or not all(part.isalnum() for part in name.split("-")):
         raise ValueError(f"{name!r} is not a name of a door")
     return f"{run_directory}/door-{name}"

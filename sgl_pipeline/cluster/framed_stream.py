@@ -85,7 +85,7 @@ class FramedStream:
         self._stream.close()
 
     def _frame_length(self) -> int | None:
-        """Of the frame at the beginning of the room, for which the room is made large enough."""
+        """The bytes of the frame at the room's beginning; the room is made large enough for it."""
         if self._num_read < LENGTH.size:
             return None
         (length,) = LENGTH.unpack_from(self._room)

@@ -58,7 +58,7 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartWorker(msgspec.Struct, frozen=True, tag=True):
-    """Start a process that greets the scheduler as `worker`, with so many compute threads."""
+    """Start a process that greets the scheduler as `worker`, with `num_threads` for compute."""
 
     worker: int
     num_threads: int
@@ -101,7 +101,7 @@ FromAgent = HostHello | Pong | WorkerStarted | WorkerEnded | HostLeaves
 
 
 class HostJoined(msgspec.Struct, frozen=True, tag=True):
-    """Of the head for its scheduler: a host is there."""
+    """From the head to its scheduler: a host is there."""
 
     hello: HostHello
 
@@ -131,7 +131,7 @@ class ClockNews(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForHost(msgspec.Struct, frozen=True, tag=True):
-    """Of the scheduler for the agent of a host."""
+    """From the scheduler to the agent of a host."""
 
     rank: int
     message: StartWorker | StopWorker | DumpWorker

@@ -28,8 +28,8 @@ class OwnAddress:
 
 
 def head_own_address(head_address: str) -> OwnAddress:
-    """Of rank 0: `--dist-init-addr` itself. Raises ConfigurationError where it is not this host's,
-    or is one at which no other host could reach it."""
+    """The address of rank 0: `--dist-init-addr` itself. Raises ConfigurationError where it is not
+    this host's, or no other host could reach it there."""
     host = _resolve(head_address)
     if _is_loopback(host) and not _loopback_is_meant():
         raise ConfigurationError(
@@ -46,7 +46,7 @@ def head_own_address(head_address: str) -> OwnAddress:
 
 
 def agent_own_address(head_address: str) -> OwnAddress:
-    """Of any other rank: what `SGLANG_HOST_IP` says, else where the route to the head begins.
+    """The address of another rank: `SGLANG_HOST_IP`, else where the route to the head begins.
 
     Raises ConfigurationError where there is no route, or the head's address is this host's own.
     """

@@ -49,7 +49,7 @@ def model_digest(model_path: str, load_format: str = "safetensors") -> str:
 
 
 def digest_difference(digest: str, other: str) -> str:
-    """In which way two models differ whose digests do; a host without a model has none, ""."""
+    """Describes how models with these digests differ; a host without a model has none, ""."""
     if not digest or not other:
         return "one of them names no model"
     (config, *weights), (other_config, *other_weights) = digest.split("-"), other.split("-")

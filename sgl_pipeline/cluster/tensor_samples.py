@@ -87,7 +87,7 @@ def sampled_ranges(num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _read_header(file: int, path: str) -> tuple[dict[str, _Entry], int]:
-    """Its tensors, and where the first byte of them is."""
+    """The file's tensors, and the place of their first byte."""
     length = int.from_bytes(_read(file, path, 0, 8), "little")
     if length > _MOST_HEADER_BYTES:
         raise CheckpointError(f"{path} is truncated or corrupt: a header of {length} bytes")

@@ -66,7 +66,7 @@ class CostFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file_name(self) -> str:
-        """Its file, relative to the directory of such files."""
+        """The name of its file, relative to the directory of such files."""
         return cost_file_name(self.model, self.dtype, self.device, self.threads)
 
 

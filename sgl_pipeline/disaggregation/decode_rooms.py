@@ -219,7 +219,7 @@ class DecodeRooms:
 
     def _hear(self, room: _Room, news: AboutRoom, now_s: float) -> None:
         if isinstance(news, End):
-            self._fail(room, news.reason, news.status, now_s, tells=False)
+            self._fail(room, news.reason, news.status, now_s, is_notified=False)
         elif isinstance(news, Ready):
             if room.ready_s is None:
                 self._be_ready(room, news, now_s)
@@ -331,12 +331,12 @@ class DecodeRooms:
             self._arrivals.found(room.request, room.peer, room.num_pages)
 
     def _fail(
-        self, room: _Room, reason: str, status: int, now_s: float, *, tells: bool = True
+        self, room: _Room, reason: str, status: int, now_s: float, *, is_notified: bool = True
     ) -> None:
         """Ends a room before its prompt has come: with its request, unless that is computed here.
 
         Args:
-            tells: the prefill server is to hear of it.
+            is_notified: the prefill server gets a message of it.
         """
         self._take_leases(now_s)
         if self._rooms.get(room.number) is not room:
@@ -349,10 +349,10 @@ class DecodeRooms:
             room.request.peer_cached_tokens = None
             self._arrivals.let_go(room.request)
             self.counts.num_computed_here += 1
-            if tells:
+            if is_notified:
                 self._servers.send_end(room.peer, Got(room.number), now_s)
             return
-        if tells:
+        if is_notified:
             self._servers.send_end(room.peer, End(room.number, reason, status), now_s)
         finish = FinishReason("abort", message=reason, status_code=status)
         self._scheduler.abort(room.request.request_id, finish)

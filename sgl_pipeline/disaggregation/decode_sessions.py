@@ -66,7 +66,7 @@ class DecodeSessions:
         return sum(session.is_known for session in self._sessions.values())
 
     def use_stages(self, stages: tuple[PeerStage, ...]) -> None:
-        """Pages are offered by `stages` from now on; tells all if these are others."""
+        """Pages are offered by `stages` from now on; all sessions hear of a change."""
         if stages == self._stages:
             return
         self._stages = stages

@@ -1,7 +1,7 @@
 """Rooms of a prefill server of which a half is missing: not here yet, or ended already.
 
 A room is wanted before its request is here; a half that comes late hears how the other one has
-ended. Each is remembered for as long as halves may come, and only so many are.
+ended. Each is remembered for as long as halves may come, up to a bound.
 """
 
 from sgl_pipeline.disaggregation.room_messages import End

@@ -4,8 +4,8 @@ PING_S = 1.0
 
 
 class Heartbeat:
-    """Of one stream, which begins at `now_s`; after `silence_s` without a message its other end is
-    dead."""
+    """The heartbeat of one stream, which begins at `now_s`; after `silence_s` without a message its
+    other end is dead."""
 
     def __init__(self, now_s: float, silence_s: float) -> None:
         self._heard_s, self._silence_s = now_s, silence_s

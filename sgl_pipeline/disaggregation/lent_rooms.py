@@ -1,4 +1,4 @@
-"""The leases of a prefill server's rooms: asked for, told to decode servers, over with the room."""
+"""The leases of a prefill server's rooms: requested, sent to decode servers, over with the room."""
 
 from sgl_pipeline.disaggregation.room_messages import (
     Borrow,

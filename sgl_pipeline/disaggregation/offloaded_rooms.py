@@ -82,7 +82,7 @@ class OffloadedRooms:
         self._servers.send(room.peer, Borrow(room.number, num_pages, num_tokens, page_hash))
 
     def _pages_to_borrow(self, room: BorrowingRoom) -> int:
-        """Of the pages that can be read those before the first token to compute."""
+        """The number of pages that can be read before the first token to compute."""
         return min(room.num_pages, room.request.first_logits_position // self._page_size)
 
     def _obstacle(self, room: BorrowingRoom, num_pages: int) -> str | None:

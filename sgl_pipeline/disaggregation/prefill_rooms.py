@@ -2,7 +2,7 @@
 
 A request computes its prompt and draws one token, which answers its own client. Its pages are held
 (`scheduling/held_pages.py`) until the decode server that wants the room has read them. Either half
-of a room may come first. Whatever ends a room early is told to the other server, which ends the
+of a room may come first. Whatever ends a room early is reported to the other server, which ends the
 other half; the number of a room that has failed is remembered for halves that come late.
 
 The driver opens and closes streams, each a session with a number of its own, and calls `serve`
@@ -216,7 +216,7 @@ class PrefillRooms:
         """The decode server has no use for a room, whose request may be anywhere."""
         room = self._rooms.get(end.room)
         if room is not None and room.session in (None, session):
-            self._fail(end.room, end.reason, end.status, now_s, tells=False)
+            self._fail(end.room, end.reason, end.status, now_s, is_notified=False)
         elif room is None and self._halves.failure(end.room) is None:
             self._halves.take_wanted(end.room)
             self._halves.fail(end, now_s)
@@ -227,7 +227,7 @@ class PrefillRooms:
         wanted = [one for one, room in self._rooms.items() if room.session == session]
         for number in wanted:
             if not self._rooms[number].is_unneeded:
-                self._fail(number, gone, 503, now_s, tells=False)
+                self._fail(number, gone, 503, now_s, is_notified=False)
         for number in self._halves.wanted_by(session):
             self._halves.take_wanted(number)
             self._halves.fail(End(number, gone, 503), now_s)
@@ -310,12 +310,12 @@ class PrefillRooms:
                 return  # whether the first request fits now is known after the next step
 
     def _fail(
-        self, number: int, reason: str, status: int, now_s: float, *, tells: bool = True
+        self, number: int, reason: str, status: int, now_s: float, *, is_notified: bool = True
     ) -> None:
         """Ends a room before its pages were read, and its request, if that still computes.
 
         Args:
-            tells: the decode server is to hear of it.
+            is_notified: the decode server gets a message of it.
         """
         room = self._rooms.pop(number)
         self.counts.note_failure(is_transfer=room.ready_s is not None)
@@ -326,12 +326,12 @@ class PrefillRooms:
             finish = FinishReason("abort", message=reason, status_code=status)
             self._scheduler.abort(room.request.request_id, finish)
             self.failed.append(room.request)
-        self._note_failure(number, room.session if tells else None, reason, status, now_s)
+        self._note_failure(number, room.session if is_notified else None, reason, status, now_s)
 
     def _note_failure(
         self, number: int, session: int | None, reason: str, status: int, now_s: float
     ) -> None:
-        """Remembers the end of a room, and tells the session that wants it."""
+        """Remembers the end of a room, and sends it to the session that wants it."""
         end = End(number, reason, status)
         self._halves.fail(end, now_s)
         if session is not None:

@@ -108,7 +108,7 @@ class PrefillServers:
         return self._peers[address].lent_tokens
 
     def lent_tokens(self) -> tuple[int, ...]:
-        """As `lent_tokens_of`, of each server that lends any."""
+        """The tokens that each server lends, of those that lend any."""
         return tuple(peer.lent_tokens for peer in self._peers.values() if peer.lent_tokens)
 
     # Streams

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 1 << 30
 PAUSE_S = 60.0
-# Free space is asked for after each so many written bytes.
+# Written bytes between two looks at the free space.
 CHECK_BYTES = 64 << 20
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 

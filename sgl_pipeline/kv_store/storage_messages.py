@@ -83,7 +83,7 @@ def send_staging(connection: socket.socket, staging: Staging, memory: int) -> No
 
 
 def receive_request(connection: socket.socket) -> Request | None:
-    """None where the client has gone. Raises MalformedData."""
+    """The next request; None where the client has gone. Raises MalformedData."""
     try:
         data = connection.recv(MAX_MESSAGE_BYTES)
     except ConnectionResetError:

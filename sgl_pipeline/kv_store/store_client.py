@@ -35,7 +35,7 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something to log. It is told again when other trouble has come between."""
+    """Something to log. It is logged again when other trouble has come between."""
 
     message: str
 

@@ -89,8 +89,8 @@ def _migration(
     steps: StepScheduler,
     state_bytes: Sequence[int],
 ) -> MigrationControl:
-    """The control of layer moves, with a planner unless layers stay where they are. A request's
-    state takes so many bytes in each layer."""
+    """The control of layer moves, with a planner unless layers stay where they are.
+    `state_bytes` is the size of a request's state in each layer."""
     if options.mode == "off":
         return MigrationControl.off(plan)
     args = PlannerArgs(

@@ -93,7 +93,7 @@ class PipelineScheduler:
         recovery.on_lost = self._profiles.on_lost
         self._store = store
         tiers = TierRequests(front, store, core.scheduler.args.page_size)
-        self._desk = ControlReplies(front, self, self._profiles, tiers)
+        self._control = ControlReplies(front, self, self._profiles, tiers)
         self._arrivals = Arrivals(front, core.scheduler, grammars, rooms, reports, self._answer)
         self._poller = poller
         ours = (front.socket, *launcher.channel.readable, operators.socket)
@@ -127,7 +127,7 @@ class PipelineScheduler:
         self._is_shut_down = False
 
     def run(self) -> None:
-        """Serves until told to shut down. However it ends, no live request is left unanswered.
+        """Serves until it is shut down. However it ends, no live request is left unanswered.
 
         Raises StageFailure when a stage is lost or breaks the protocol and may not be replaced,
         PipelineLost when the stages that are left cannot serve.
@@ -192,7 +192,7 @@ class PipelineScheduler:
             self._front.receive()
 
     def _answer(self, message: ControlRequest) -> None:
-        self._desk.answer(message.message, self._now_s)
+        self._control.answer(message.message, self._now_s)
 
     def _fill_pipeline(self, now_s: float) -> None:
         """Sends what layer moves need, and steps while there is work and room in the pipeline."""
@@ -274,7 +274,7 @@ class PipelineScheduler:
                 self._store.check()
                 self._front.storage_backend = self._store.args.backend
             self._reports.publish(state)
-            self._desk.poll(now_s)
+            self._control.poll(now_s)
             if self._requests.is_idle and now_s >= self._next_collection_s:
                 self._next_collection_s = now_s + COLLECTION_INTERVAL_S
                 collect_at_leisure()

@@ -24,7 +24,7 @@ from sgl_pipeline.cluster.remote_workers import RemoteWorkers
 from sgl_pipeline.errors import ConfigurationError, SglPipelineError
 from sgl_pipeline.managers.channels.last_words import write_last_words
 from sgl_pipeline.managers.channels.live_channel import LiveSocket, live_address
-from sgl_pipeline.managers.channels.operator_channel import DeskSocket, desk_address
+from sgl_pipeline.managers.channels.operator_channel import OperatorSocket, operator_address
 from sgl_pipeline.managers.channels.span_channel import SpanSender, span_address
 from sgl_pipeline.managers.command_line.model_files import ModelLimits, load_tokenizer, model_limits
 from sgl_pipeline.managers.core_start import build_core, recovery_actions, saved_predictor
@@ -90,7 +90,7 @@ def run_scheduler_process(
     publish(server_args, role="scheduler")
     configure_logger(server_args, prefix=" scheduler")
     # Leave through `_serve`, which stops the stages, and not with 0: upstream's watchdog takes
-    # that for a scheduler that was told to go, and would leave a front without one.
+    # that for a scheduler that was asked to exit, and would leave a front without one.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         _serve(args, stage_pids, worker_source, server_args, port_args, pipe_writer)
@@ -124,7 +124,7 @@ def _serve(
         stack.callback(context.destroy, linger=500)
         traces = TraceFiles(_open_traces(args))
         stack.callback(traces.close)
-        # Before the stages load: a folder that cannot be used is told at once. Host memory has its
+        # Before the stages load: an unusable folder is reported at once. Host memory has its
         # size from their pools.
         has_folder = args.tiers.backend not in (None, HOST_BACKEND)
         opened = store_opener(args, model.spec)(args.tiers) if has_folder else None
@@ -142,8 +142,8 @@ def _serve(
         if live is not None:
             stack.callback(live.close)
         metrics = _open_metrics(args, server_args, model.limits, capacity)
-        desk = DeskSocket(context, desk_address(args.run_directory))
-        operators = OperatorReplies(desk, core, grammars, args.grammars.compile_seconds)
+        socket = OperatorSocket(context, operator_address(args.run_directory))
+        operators = OperatorReplies(socket, core, grammars, args.grammars.compile_seconds)
         stack.callback(operators.close)
         front = _front(args, server_args, port_args, model, capacity, context)
         stack.callback(front.close)

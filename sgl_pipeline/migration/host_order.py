@@ -214,7 +214,7 @@ class RouteSearch:
             order = better
 
     def _weight(self, order: Sequence[int]) -> tuple[float, float]:
-        """Of two orders the one with the smaller weight is better, as far as links matter."""
+        """A smaller weight is a better order, as far as links matter."""
         return self._floor_ms(order), self._links_ms(order)[1]
 
 

@@ -10,7 +10,7 @@ FIT_PASSES = 4
 
 
 def rows_beyond_knots(num_tokens: int) -> list[float]:
-    """Of 40 rows 39, 32 and 8 are beyond the first three of `KNOT_TOKENS`."""
+    """The rows beyond each of `KNOT_TOKENS`: of 40 rows 39, 32 and 8 beyond the first three."""
     return [max(num_tokens - knot, 0.0) for knot in KNOT_TOKENS]
 
 

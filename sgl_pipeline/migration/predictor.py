@@ -94,7 +94,7 @@ class StepPredictor:
         return PartTimes(layer_ms, embedding_ms, tail_ms, windows_ms)
 
     def layer_ends_ms(self, parts: PartTimes) -> tuple[float, ...]:
-        """Of n layers the n + 1 sums of their times before each boundary."""
+        """The n + 1 sums of the times of n layers before each boundary."""
         return tuple(parts.layers_ms(ends) for ends in zip(*self._weight_ends, strict=True))
 
     def stage_weights(self, layer_counts: Sequence[int]) -> tuple[tuple[float, ...], ...]:

@@ -30,7 +30,7 @@ def most_prefill_tokens(budget: TokenBudget, load: PipelineLoad, decodes: int) -
 
 
 def step_work(load: PipelineLoad, decodes: int, prefill_tokens: int) -> StepWork:
-    """The work of so many decodes and waiting tokens."""
+    """The work of `decodes` decodes and `prefill_tokens` waiting tokens."""
     by_decodes = load.decode_attended_tokens * decodes // max(1, load.running_decodes)
     by_prefill = load.waiting_attended_tokens * prefill_tokens // max(1, load.waiting_tokens)
     return StepWork(decodes + prefill_tokens, decodes, by_decodes, by_prefill, decodes)

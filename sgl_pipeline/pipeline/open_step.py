@@ -32,7 +32,7 @@ class OpenStep:
     ended: tuple[RequestRecord, ...] = ()
     timings: dict[int, StageTiming] = field(default_factory=dict)
     is_booked: bool = False
-    # Leases that a stage could not use, of those of the last chunks, which have so many rows.
+    # Leases that a stage could not use, of the last chunks' leases; these have `leased_rows` rows.
     lost_leases: set[int] = field(default_factory=set)
     leased_rows: int = field(init=False)
 

@@ -11,7 +11,7 @@ is a function of its request, so each request goes on with the tokens that would
 
 Where no worker is available for a stage (`worker_supply.py`), the stages that are left share its
 layers and serve on as fewer stages, and as more again when a worker has come; then all pages are
-lost. Every stage that serves is first told to regroup: when all have, no message under an old
+lost. Every stage that serves is first ordered to regroup: when all have, no message under an old
 number is on its way.
 
 A worker that was asked to leave is replaced while it serves (`stage_handovers.py`); in the end all
@@ -178,9 +178,9 @@ class StageRecovery:
         Raises PipelineLost if too few stages remain.
         """
         if self.current is None:
-            told = [] if self.unsettled is not None else [*self._handovers.go_on(now_s)]
-            if told or self._handovers.is_under_way:
-                return told + self._hand_over(now_s)
+            messages = [] if self.unsettled is not None else [*self._handovers.go_on(now_s)]
+            if messages or self._handovers.is_under_way:
+                return messages + self._hand_over(now_s)
             if self._num_stages_now(now_s) == self._roster.num_stages:
                 return []
             self.current = self._begin_record(now_s)
@@ -243,9 +243,9 @@ class StageRecovery:
         self.current.num_tokens += sum(self._computed_tokens().values())
         self.current.num_replay_tokens = 0
         self._silent_in_a_row.clear()  # stages are numbered anew
-        told = self._roster.reassign(plan, incarnation)
+        messages = self._roster.reassign(plan, incarnation)
         self._core.use_stages(plan, self._roster.max_layers, now_s)
-        return told
+        return messages
 
     def _computed_tokens(self) -> dict[Request, int]:
         """Number of computed tokens of each running request."""

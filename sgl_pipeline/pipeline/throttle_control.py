@@ -69,12 +69,12 @@ class ThrottleControl:
 
     @property
     def knobs(self) -> dict[str, Knob]:
-        """In force."""
+        """The knobs in force."""
         return dict(self._knobs)
 
     @property
     def ranges(self) -> dict[str, list[Knob]]:
-        """For each knob the smallest and the largest value, or all its names."""
+        """The smallest and the largest value of each knob, or all its names."""
         return {
             "policy": list(POLICIES),
             "prefill_spread_steps": [1, MAX_SPREAD_STEPS],

@@ -159,7 +159,7 @@ class _MadeUpModel:
         return NativeLayers(self._spec, *parts)
 
     def _head_matrix(self, num_rows: int) -> Matrix:
-        """As many rows of the head's, quantized if the model's is."""
+        """The head's first `num_rows` rows, quantized if the model's are."""
         table, quantization = self._table[:num_rows], self._spec.quantization
         scheme = quantization.scheme_of(_head_name(self._spec)) if quantization else None
         return table if scheme is None else scheme.quantize(table)

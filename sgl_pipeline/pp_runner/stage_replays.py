@@ -24,7 +24,7 @@ Attend = Callable[[float], None]
 
 
 def attend_idle(timeout_s: float) -> None:
-    """For stages that share a thread, where no stage waits."""
+    """Returns at once: stages that share a thread never wait."""
     assert timeout_s == 0.0, "a stage waits for another one, which shares its thread"
 
 

@@ -103,7 +103,7 @@ class StageWorker:
         self, assignment: StageAssignment, stage: LoadedStage, pool: PoolSize
     ) -> StageAssignment | None:
         """Runs the stage of `assignment`; returns as `ReadyStage.serve`."""
-        if self._leave is not None:  # first: who is told that the worker is ready may ask it to go
+        if self._leave is not None:  # before a ready worker can be asked to go
             self._leave.listen()
         runner = self._become_ready(assignment, stage, pool)
         mover = self._open_mover(assignment, runner)

@@ -21,7 +21,7 @@ class Event:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The kind's name in messages."""
         return type(self).__name__
 
     @property

@@ -64,7 +64,7 @@ class RecoveryRecord(msgspec.Struct, Event, kw_only=True):
 
     @property
     def what_happened(self) -> str:
-        """In a few words."""
+        """Describes it in a few words."""
         stages = ", ".join(map(str, self.stages))
         verb = "handed over" if self.is_planned else "lost"
         text = f"stage {stages} {verb}" if stages else "a worker came"

@@ -49,7 +49,7 @@ class StageTiming(msgspec.Struct, frozen=True):
 
     @property
     def input_wait_ms(self) -> float:
-        """From being free to computing."""
+        """Milliseconds from being free to having its input."""
         return (self.activations_s - self.free_s) * 1e3
 
     @property

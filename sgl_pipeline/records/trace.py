@@ -35,7 +35,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request: Request, now_s: float) -> "RequestRecord":
-        """Of a request that had its last token at `now_s`."""
+        """The record of a request that had its last token at `now_s`."""
         assert request.started_s is not None and request.first_token_s is not None
         return cls(
             request_id=request.request_id,
@@ -142,7 +142,7 @@ class TraceWriter:
         self._file.close()
 
 
-# How a line begins whose event is no step. A step's line begins with a number.
+# The beginning of a line of any event but a step, whose line begins with a number.
 _KEYED_LINE = re.compile(rb'\{"\w+":\{')
 
 

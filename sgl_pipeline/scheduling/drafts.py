@@ -43,7 +43,7 @@ class DraftSource(Protocol):
     """The drafts of one request."""
 
     def draft(self, num_tokens: int) -> tuple[int, ...]:
-        """A guess at its next tokens, at most so many."""
+        """A guess at its next tokens, at most `num_tokens`."""
 
     def next_token(self, after: Sequence[int]) -> int | None:
         """A guess at the token behind its own and then `after`."""

@@ -8,15 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.pipeline_load import PipelineLoad, TokenBudget
 from sgl_pipeline.requests import Request, RequestState
-from sgl_pipeline.scheduling.fair_shares import FairShares
-from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.outlook import Outlook, look_ahead
-from sgl_pipeline.scheduling.request_pages import RequestPages
-from sgl_pipeline.scheduling.running_requests import RunningRequests
-from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.scheduling.waiting_reasons import BEHIND_FIRST, Reason, Rule, WaitingReasons
 from sgl_pipeline.throttle import Policy
 
@@ -49,23 +43,10 @@ class Explanation:
 
 
 class RequestExplainer:
-    """Explains the requests of one `StepScheduler`, whose parts these are."""
+    """Explains the requests of the `StepScheduler` whose parts `reasons` has."""
 
-    def __init__(
-        self,
-        args: SchedulingArgs,
-        waiting: WaitingQueue,
-        running: RunningRequests,
-        pages: RequestPages,
-        tier: KvTier,
-        shares: FairShares | None = None,
-    ) -> None:
-        self._args = args
-        self._waiting = waiting
-        self._running = running
-        self._pages = pages
-        self._goes_on_first = "older requests" if shares is None else BEHIND_FIRST
-        self._reasons = WaitingReasons(args, waiting, running, pages, tier, shares)
+    def __init__(self, reasons: WaitingReasons) -> None:
+        self._reasons = reasons
 
     def explain(
         self,
@@ -101,7 +82,7 @@ class RequestExplainer:
         at all that wait once, and not again for each."""
         explained: list[tuple[Request, Explanation]] = []
         ahead: list[Request] = []
-        for request in self._waiting.first(num_requests):
+        for request in self._reasons.waiting.first(num_requests):
             explanation = self.explain(request, budget, is_paused=is_paused, ahead=ahead)
             explained.append((request, explanation))
             if not self._reasons.is_passed_over(request):
@@ -110,14 +91,15 @@ class RequestExplainer:
 
     def outlook(self, request: Request, load: PipelineLoad, policy: Policy) -> Outlook:
         """The requests served before `request`, when `policy` sees `load`."""
+        parts = self._reasons
         return look_ahead(
             request,
-            self._waiting,
-            self._running,
-            self._pages,
+            parts.waiting,
+            parts.running,
+            parts.pages,
             load,
             policy,
-            self._args.most_running_requests,
+            parts.args.most_running_requests,
         )
 
     def _reason(
@@ -134,14 +116,15 @@ class RequestExplainer:
         if request.state is RequestState.WAITING:
             return self._reasons.reason(request, budget, ahead)
         if request.is_prefilling:
+            first = "older requests" if self._reasons.shares is None else BEHIND_FIRST
             text = (
                 f"{request.remaining_prefill} prompt tokens are left, a step may prefill "
-                f"{budget.prefill_text}, {self._goes_on_first} first"
+                f"{budget.prefill_text}, {first} first"
             )
             return Reason("budget", text)
-        is_most = budget.decodes == self._args.max_decodes_per_step
+        is_most = budget.decodes == self._reasons.args.max_decodes_per_step
         text = (
-            f"{len(self._running.ready)} requests are ready to decode, a step takes "
+            f"{len(self._reasons.running.ready)} requests are ready to decode, a step takes "
             f"{budget.decodes}{' (--pp-max-micro-batch-size)' if is_most else ''}, the longest "
             "ready first"
         )

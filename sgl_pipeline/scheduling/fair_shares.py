@@ -48,7 +48,7 @@ class FairShares:
     def of(
         cls, args: SchedulingArgs, own_order: Callable[[], QueueOrder] = FixedOrder
     ) -> "FairShares | None":
-        """None if all requests are of one tenant."""
+        """The shares of tenants; None if all requests are of one tenant."""
         return None if args.fair_shares_by is None else cls(args, own_order)
 
     def share_out(

@@ -1,7 +1,7 @@
 """Pages that a prefill server lends to requests of decode servers, which attend over them here.
 
 A lease has the held pages of a prompt, which no step writes any more, and fresh pages for all
-tokens to come. It is told to the stages by an order in the stream (`wire/lease_orders.py`), and its
+tokens to come. The stages learn of it by an order in the stream (`wire/lease_orders.py`), and its
 pages come back after the order that ends it, so none is given out that a peer may still touch.
 """
 
@@ -149,7 +149,7 @@ class LentPages:
             or report.stage in lease.stages
             or report.lease in self._to_lend
         ):
-            raise ProtocolError(f"stage {report.stage} has not been told of lease {report.lease}")
+            raise ProtocolError(f"stage {report.stage} may not report lease {report.lease} now")
         lease.stages.add(report.stage)
         if len(lease.stages) == num_stages:
             self.lent.append(report.lease)

@@ -107,13 +107,12 @@ class RadixDemand:
         while (parent := node.parent) is not None:
             if node is above:
                 prefilling = 0
-            if node.is_cached:
-                node.num_waiting += waiting
-                node.num_prefilling += prefilling
-            else:
+            is_missing = not node.is_cached
+            if is_missing:
                 self._count(node, -1)
-                node.num_waiting += waiting
-                node.num_prefilling += prefilling
+            node.num_waiting += waiting
+            node.num_prefilling += prefilling
+            if is_missing:
                 self._count(node, 1)
                 if not node.num_prefilling:
                     self._unpark(node)

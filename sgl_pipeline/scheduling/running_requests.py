@@ -70,7 +70,7 @@ class RunningRequests:
         members[request] = None
 
     def stop_prefill(self, request: Request) -> None:
-        """No further chunk of its prompt is taken."""
+        """Takes no further chunk of its prompt."""
         self.prefilling.pop(request, None)
 
     def drop(self, request: Request) -> None:

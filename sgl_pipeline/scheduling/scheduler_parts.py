@@ -39,6 +39,7 @@ from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
 from sgl_pipeline.scheduling.step_results import StepResults
 from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
+from sgl_pipeline.scheduling.waiting_reasons import WaitingReasons
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def build_parts(
         preemption=preemption,
         decode_reserve=reserve,
         meter=LoadMeter(*held, in_flight, reserve, tier),
-        explainer=RequestExplainer(args, *held, tier, shares),
+        explainer=RequestExplainer(WaitingReasons(args, *held, tier, shares)),
         results=StepResults(in_flight, running, pages, offloaded, drafts, finish),
         ages=ages,
         pausing=Pausing(running, preemption),

@@ -113,7 +113,7 @@ def _decodes_of(budget: TokenBudget, load: PipelineLoad) -> StepWork:
 
 
 def _with_prefill(decodes: StepWork, num_tokens: int, load: PipelineLoad) -> StepWork:
-    """`decodes` and so many of the waiting tokens, of mean cost."""
+    """`decodes` and `num_tokens` of the waiting ones, of mean cost."""
     waiting = max(1, load.waiting_tokens)
     num_tokens = min(num_tokens, waiting)
     return decodes._replace(

@@ -84,7 +84,7 @@ class SnapshotDemand(RadixDemand):
             if not node.num_prefilling:
                 self._unpark(node)
             self._tree.prune(node)
-            if not (waiting or prefilling or missing or pending or not parent.is_needed):
+            if parent.is_needed and not (waiting or prefilling or missing or pending):
                 return
             node = parent
 

@@ -51,7 +51,7 @@ class Tenant:
 
     @property
     def level(self) -> float:
-        """Its virtual time, with what the step that is being put together adds."""
+        """The tenant's virtual time, with what the step that is being put together adds."""
         return self.virtual_time + self.expected
 
     @property

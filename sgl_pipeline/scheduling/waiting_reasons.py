@@ -4,6 +4,7 @@ For `explanation.py`. It may look at the whole queue, and changes nothing.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from sgl_pipeline.args import SchedulingArgs
@@ -44,24 +45,17 @@ class Reason(NamedTuple):
     num_ahead: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class WaitingReasons:
-    """Finds the reasons in one `StepScheduler`, whose parts these are."""
+    """Finds the reasons in one `StepScheduler`, whose parts these are; `shares` is None where there
+    is one tenant."""
 
-    def __init__(
-        self,
-        args: SchedulingArgs,
-        waiting: WaitingQueue,
-        running: RunningRequests,
-        pages: RequestPages,
-        tier: KvTier,
-        shares: FairShares | None,
-    ) -> None:
-        self._args = args
-        self._waiting = waiting
-        self._running = running
-        self._pages = pages
-        self._tier = tier
-        self._shares = shares
+    args: SchedulingArgs
+    waiting: WaitingQueue
+    running: RunningRequests
+    pages: RequestPages
+    tier: KvTier
+    shares: FairShares | None
 
     def reason(
         self, request: Request, budget: TokenBudget, ahead: Sequence[Request] | None = None
@@ -74,7 +68,7 @@ class WaitingReasons:
         if (reason := self._prefix_on_its_way(request)) is not None:
             return reason
         if ahead is None:
-            before = self._waiting.ahead_of(request)
+            before = self.waiting.ahead_of(request)
             ahead = [one for one in before if not self.is_passed_over(one)]
         if ahead:
             return self._behind(request, ahead)
@@ -85,24 +79,24 @@ class WaitingReasons:
     def is_passed_over(self, request: Request) -> bool:
         """True if it waits for its prefix: it keeps its place in the order and holds no other
         back."""
-        return self._waiting.is_held(request) or self._waiting.awaited_node(request) is not None
+        return self.waiting.is_held(request) or self.waiting.awaited_node(request) is not None
 
     def _prefix_on_its_way(self, request: Request) -> Reason | None:
         """The prefix of `request` is loaded, or another request computes it."""
-        if (progress := self._tier.arrivals.progress(request)) is not None:
+        if (progress := self.tier.arrivals.progress(request)) is not None:
             return Reason("loading", progress)
-        if self._waiting.is_held(request):
+        if self.waiting.is_held(request):
             return Reason("loading", "the store is asked how much of its prefix it has")
-        if (load := self._tier.load_of(request)) is not None:
+        if (load := self.tier.load_of(request)) is not None:
             text = (
                 f"{load.num_tokens} tokens of its prefix are loaded from the store; all loads "
-                f"under way are predicted to take {self._tier.loads.load_s(0):.2f} s"
+                f"under way are predicted to take {self.tier.loads.load_s(0):.2f} s"
             )
             return Reason("loading", text)
-        awaited = self._waiting.awaited_node(request)
+        awaited = self.waiting.awaited_node(request)
         if awaited is None:
             return None
-        claimant = self._pages.prefilling(awaited)
+        claimant = self.pages.prefilling(awaited)
         behind = None if claimant is None else claimant.request_id
         text = f"request {behind} is computing {awaited.end} tokens that this one needs too"
         return Reason("shared-prefix", text, behind)
@@ -115,7 +109,7 @@ class WaitingReasons:
         if share_text is not None:
             texts.append(share_text)
         last = ahead[-1]
-        if why := self._waiting.why_before(last, request):
+        if why := self.waiting.why_before(last, request):
             texts.append(f"request {last.request_id} {why}")
         rule: Rule = "order" if share_text is None else "share"
         return Reason(rule, "; ".join(texts), last.request_id, len(ahead))
@@ -123,8 +117,7 @@ class WaitingReasons:
     def _share_text(self, request: Request, ahead: Sequence[Request]) -> str | None:
         """Names the first tenant that comes before that of `request`, at equal priority, because it
         has had less; None if there is none."""
-        shares = self._shares
-        if shares is None:
+        if (shares := self.shares) is None:
             return None
         for other in ahead:
             is_equal = other.priority == request.priority and other.tenant != request.tenant
@@ -134,29 +127,29 @@ class WaitingReasons:
 
     def _no_room(self, request: Request) -> Reason | None:
         """Other requests have what the first in the queue needs."""
-        if len(self._running) >= self._args.max_running_requests:
-            text = f"{len(self._running)} requests run, the limit is --max-running-requests"
+        if len(self.running) >= self.args.max_running_requests:
+            text = f"{len(self.running)} requests run, the limit is --max-running-requests"
             return self._taken(request, "running-limit", text)
-        slots = self._pages.state_slots
+        slots = self.pages.state_slots
         if slots.are_taken:
             text = (
                 f"all {slots.num_slots} state slots (--max-mamba-cache-size) are taken, and each "
                 "running request of this model needs one"
             )
             return self._taken(request, "state-slots", text)
-        held = self._tier.held
+        held = self.tier.held
         if held.is_full:
             text = (
                 f"{held.num_pages} pages are held for transfer to other servers, no request is "
                 f"admitted while more than {held.most_pages} are"
             )
             return Reason("held-pages", text)
-        path, num_growing = self._waiting.path_of(request), self._running.num_growing
-        if self._pages.fits(request, path, num_growing):
+        path, num_growing = self.waiting.path_of(request), self.running.num_growing
+        if self.pages.fits(request, path, num_growing):
             return None
         text = (
-            f"its prefill needs {self._pages.missing_pages(request, path)} pages; "
-            f"{self._pages.num_available} are free or evictable, of which a page is kept for "
+            f"its prefill needs {self.pages.missing_pages(request, path)} pages; "
+            f"{self.pages.num_available} are free or evictable, of which a page is kept for "
             f"each of {num_growing} running requests"
         )
         if held.num_pages:
@@ -165,9 +158,9 @@ class WaitingReasons:
 
     def _taken(self, request: Request, rule: Rule, text: str) -> Reason:
         """`text`, and that the tenant of `request` is behind its share, if it is."""
-        behind = None if self._shares is None else self._shares.behind_text(request.tenant)
+        behind = None if self.shares is None else self.shares.behind_text(request.tenant)
         return Reason(rule, text if behind is None else f"{text}; {behind}")
 
     def _budget_text(self, budget: TokenBudget) -> str:
-        first = "running prefills" if self._shares is None else BEHIND_FIRST
+        first = "running prefills" if self.shares is None else BEHIND_FIRST
         return f"a step may prefill {budget.prefill_text}, {first} first"

@@ -18,7 +18,6 @@ from sgl_pipeline.records.trace import TraceWriter
 from sgl_pipeline.scheduling.tier_counts import TierCounts
 from sgl_pipeline.simulator.climb import Trial
 from sgl_pipeline.simulator.command_setting import (
-    add_setting_flags,
     pipeline_of,
     scheduling_of,
     target_of,
@@ -26,6 +25,7 @@ from sgl_pipeline.simulator.command_setting import (
 )
 from sgl_pipeline.simulator.experiment import Cluster, MeasuredPipeline, simulate
 from sgl_pipeline.simulator.fleet_command import FleetCommand, add_fleet_flags, show_progress
+from sgl_pipeline.simulator.setting_flags import add_setting_flags
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import Summary, summarize
 from sgl_pipeline.simulator.tune import search, server_flags
@@ -198,7 +198,7 @@ def make_parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="compare policies over request rates")
     run.set_defaults(command=_run)
     run.add_argument("--rate", type=_rates, default=(4.0,), help="requests a second: 2,4,8 or inf")
-    add_fleet_flags(run)
+    add_fleet_flags(run.add_argument_group("prefill and decode apart"))
     run.add_argument("--json", help="appends one JSON line for each row to this file")
     run.add_argument("--trace-path", help="writes the step records of the last row to this file")
     tune = commands.add_parser("tune", help="search for the policy's best parameters")

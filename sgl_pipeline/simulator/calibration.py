@@ -82,7 +82,7 @@ class FittedCosts:
     def under(self, layer_counts: tuple[int, ...]) -> "FittedCosts":
         """Raises ConfigurationError: a recorded pipeline has one split."""
         raise ConfigurationError(
-            "layers cannot move in a recorded pipeline: its trace tells no layer from another; "
+            "layers cannot move in a recorded pipeline: its trace has no times of single layers; "
             "name --model, --device and --link in place of --calibrate"
         )
 

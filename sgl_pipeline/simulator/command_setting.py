@@ -1,213 +1,21 @@
-"""The setting of a simulation on the command line: pipeline, scheduling, requests and latencies.
-
-The flags come first, then what each part of the simulator is made from.
+"""The setting of a simulation, from the command line's flags (`setting_flags.py`): the parts that
+the simulator is made of.
 """
 
 import argparse
 from pathlib import Path
 from random import Random
 
-from sgl_pipeline.args import (
-    MIGRATION_WEIGHTS,
-    POLICIES,
-    SCHEDULE_POLICIES,
-    MigrationArgs,
-    SchedulingArgs,
-    ThrottleArgs,
-    require,
-)
-from sgl_pipeline.args.store_config import StoreConfig
-from sgl_pipeline.args.tier_args import PREFETCH_POLICIES, WRITE_POLICIES
+from sgl_pipeline.args import MigrationArgs, SchedulingArgs, require
 from sgl_pipeline.goodput import LatencyTarget
 from sgl_pipeline.host_network import read_host_network
 from sgl_pipeline.scheduling.tier_rules import TierRules
-from sgl_pipeline.simulator.draft_flags import (
-    acceptance_of,
-    add_draft_flags,
-    simulated_draft_tokens,
-)
-from sgl_pipeline.simulator.experiment import LINKS, SERVER_RULES, Cluster, MeasuredPipeline
-from sgl_pipeline.simulator.fleet_command import positive
-from sgl_pipeline.simulator.kernel_costs import DEVICES
+from sgl_pipeline.simulator.draft_flags import acceptance_of, simulated_draft_tokens
+from sgl_pipeline.simulator.experiment import Cluster, MeasuredPipeline
 from sgl_pipeline.simulator.migration_setup import Migration
-from sgl_pipeline.simulator.models import KV_CACHE_DTYPES, MODELS, QUANTIZATIONS
-from sgl_pipeline.simulator.traces import SHIPPED, load_trace, shared_prefixes
+from sgl_pipeline.simulator.traces import load_trace, shared_prefixes
 from sgl_pipeline.simulator.virtual_store import StoreCosts
-from sgl_pipeline.simulator.workload import (
-    SimulatedRequest,
-    poisson_arrivals,
-    scaled_arrivals,
-)
-
-DEFAULT_POLICIES = (ThrottleArgs().policy, "throttle", "sarathi")
-
-
-def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what is simulated."""
-    parser.add_argument("--model", default="Qwen2.5-32B", choices=MODELS)
-    parser.add_argument("--device", default="a100-40g-pcie", choices=DEVICES)
-    parser.add_argument(
-        "--quantization",
-        default="none",
-        choices=QUANTIZATIONS,
-        help="of the layers' weights, as the server's flag; fp8 on cards with a table of it",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=KV_CACHE_DTYPES,
-        help="of keys and values, as the server's flag; fp8_e4m3 on cards with a table of it",
-    )
-    parser.add_argument("--link", default="net73", choices=LINKS)
-    parser.add_argument("--pp", type=int, help="pipeline stages, a card each; by default 4")
-    parser.add_argument(
-        "--hosts",
-        metavar="FILE",
-        help="JSON of hosts in order and the links between them (sgl_pipeline/host_network.py); "
-        "--link joins the cards of one host",
-    )
-    parser.add_argument("--extra-steps-in-flight", type=int, default=0)
-    parser.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        help="take the step times from a trace of our server (--trace-path), not from model, "
-        "device and link",
-    )
-    parser.add_argument("--pool-tokens", type=int, help="tokens that the KV pool holds")
-    parser.add_argument("--mem-fraction-static", type=float, default=0.9)
-    parser.add_argument(
-        "--policy",
-        type=_policies,
-        default=DEFAULT_POLICIES,
-        help=f"one or more, separated by commas (default: {','.join(DEFAULT_POLICIES)}, the first "
-        "of which is the server's)",
-    )
-    parser.add_argument(
-        "--trace",
-        default="azure_conv",
-        help=f"a shipped trace ({', '.join(SHIPPED)}) or a CSV with the columns input_tokens, "
-        "output_tokens and perhaps arrival_s",
-    )
-    parser.add_argument(
-        "--requests", type=int, help="requests of the trace to take, from its start"
-    )
-    parser.add_argument("--arrivals", choices=("poisson", "recorded"), default="poisson")
-    parser.add_argument("--seed", type=int, default=0, help="of the Poisson arrivals")
-    parser.add_argument(
-        "--hit-rate", type=float, default=0.0, help="share of each prompt that others have too"
-    )
-    parser.add_argument(
-        "--sharing-requests", type=int, default=16, help="requests that share one prefix"
-    )
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--schedule-policy", choices=SCHEDULE_POLICIES, default="fcfs")
-    parser.add_argument(
-        "--max-overtakes",
-        type=int,
-        default=SchedulingArgs().max_overtakes,
-        help="with --schedule-policy lpm or dfs-weight, as the server's flag",
-    )
-    parser.add_argument("--max-running-requests", type=int, default=1024)
-    parser.add_argument(
-        "--max-mamba-cache-size",
-        type=int,
-        default=SchedulingArgs().num_state_slots,
-        help="state slots, of which each running request owns one and cached prefixes take the "
-        "rest, as the server's flag; 0: the model has no states",
-    )
-    parser.add_argument(
-        "--mamba-track-interval",
-        type=int,
-        help="tokens after which decodes leave snapshots of their states, as the server's flag",
-    )
-    parser.add_argument("--disable-radix-cache", action="store_true")
-    defaults = MigrationArgs()
-    parser.add_argument(
-        "--migration",
-        choices=("off", "auto"),
-        default=defaults.mode,
-        help="whether the planner moves layers between stages while requests run",
-    )
-    parser.add_argument("--migration-window", type=int, default=defaults.window_steps)
-    parser.add_argument("--migration-spare-layers", type=int, default=defaults.spare_layers)
-    parser.add_argument("--migration-weights", choices=MIGRATION_WEIGHTS, default=defaults.weights)
-    parser.add_argument(
-        "--state-mib",
-        type=positive,
-        metavar="MIB",
-        help="of a request in each of three layers of four, which take them along when they move; "
-        "with --max-mamba-cache-size",
-    )
-    parser.add_argument(
-        "--forecast",
-        choices=("tables", "online"),
-        default="tables",
-        help="planner and policy predict by costs fitted beforehand to the tables, or to the "
-        "steps that they see",
-    )
-    add_draft_flags(parser)
-    _add_store(parser)
-    parser.add_argument(
-        "--target-ttft-ms", "--ttft-ms", type=positive, help="limits of goodput: first token"
-    )
-    parser.add_argument(
-        "--target-tpot-ms", "--tpot-ms", type=positive, help="and mean time per further token"
-    )
-
-
-def _add_store(parser: argparse.ArgumentParser) -> None:
-    """A store beyond the KV pool, and the server's rules of its use."""
-    parser.add_argument(
-        "--store-capacity-gb",
-        type=positive,
-        metavar="GB",
-        help="size of a store of pages beyond the pool, empty at first; without it there is none",
-    )
-    parser.add_argument(
-        "--store-read-gb-per-s",
-        type=positive,
-        default=2.0,
-        metavar="GB",
-        help="read by each stage, beside what it writes",
-    )
-    parser.add_argument(
-        "--store-write-gb-per-s", type=positive, default=1.0, metavar="GB", help="by each stage"
-    )
-    parser.add_argument(
-        "--store-save-gb-per-s",
-        type=positive,
-        default=StoreConfig().save_bytes_per_s / 1e9,
-        metavar="GB",
-        help="most that a stage saves, as the server's save_bytes_per_s",
-    )
-    parser.add_argument(
-        "--store-latency-ms",
-        type=float,
-        default=1.0,
-        metavar="MS",
-        help="before an answer of the store and before the first byte of a transfer",
-    )
-    parser.add_argument(
-        "--hicache-write-policy",
-        choices=WRITE_POLICIES,
-        default=SERVER_RULES.write_policy,
-        help="when a page is saved, as the server's flag",
-    )
-    parser.add_argument(
-        "--hicache-storage-prefetch-policy",
-        choices=PREFETCH_POLICIES,
-        default=SERVER_RULES.wait_policy,
-        help="how long a request waits for a load, as the server's flag",
-    )
-
-
-def _policies(text: str) -> tuple[str, ...]:
-    policies = tuple(text.split(","))
-    if unknown := set(policies) - set(POLICIES):
-        raise argparse.ArgumentTypeError(
-            f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(POLICIES)}"
-        )
-    return policies
+from sgl_pipeline.simulator.workload import SimulatedRequest, poisson_arrivals, scaled_arrivals
 
 
 def workload_of(options: argparse.Namespace, rate_per_s: float) -> list[SimulatedRequest]:
@@ -247,12 +55,12 @@ def pipeline_of(options: argparse.Namespace) -> Cluster | MeasuredPipeline:
         require(options.hosts is None, "--calibrate brings its own links; leave out --hosts")
         require(
             options.migration == "off",
-            "layers cannot move in a recorded pipeline, whose trace tells no layer from another; "
+            "layers cannot move in a recorded pipeline, whose trace has no times of single layers; "
             "use --migration without --calibrate",
         )
         require(
             options.store_capacity_gb is None,
-            "a recorded pipeline's trace does not tell the size of its pages; use "
+            "a recorded pipeline's trace does not have the size of its pages; use "
             "--store-capacity-gb without --calibrate",
         )
         return MeasuredPipeline(

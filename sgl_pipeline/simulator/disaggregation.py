@@ -13,12 +13,12 @@ from sgl_pipeline.simulator.disaggregated_fleet import DisaggregatedFleet
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.fleet import MixedFleet
 from sgl_pipeline.simulator.offload_setup import AttentionOffload
-from sgl_pipeline.simulator.peer_pages import OfferedPages, PeerLink, PeerReads
+from sgl_pipeline.simulator.peer_pages import PeerLink, PeerReads, VirtualOffers
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.remote_attention import LocalAttention, RemoteAttention
 from sgl_pipeline.simulator.room_servers import LIMITS, DecodeServer, PrefillServer
 from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
-from sgl_pipeline.simulator.virtual_offload import LendingScheduler, OffloadRule, VirtualOffload
+from sgl_pipeline.simulator.virtual_offload import LendingScheduler, OffloadSetting, VirtualOffload
 from sgl_pipeline.simulator.workload import SimulatedRequest
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.throttle import POLICY_TABLE, make_policy
@@ -74,13 +74,13 @@ class Disaggregation:
 
     @property
     def prefill_pool_tokens(self) -> int:
-        """Of each prefill server, for prompts."""
+        """The tokens of each prefill server's pool that are for prompts."""
         tokens = self.prefill.kv_pool_tokens()
         return tokens if self.offload is None else tokens - self.offload.lent_tokens(self.prefill)
 
     @property
     def decode_pool_tokens(self) -> int:
-        """Of each decode server, what it may fill of prefill servers' pools included."""
+        """The tokens of each decode server's pool, with its share of prefill servers' pools."""
         own = self.decode.kv_pool_tokens()
         if self.offload is None:
             return own
@@ -195,7 +195,7 @@ def _decode(
     setup: Disaggregation,
     throttle: ThrottleArgs,
     scheduling: SchedulingArgs,
-    sources: Mapping[str, OfferedPages],
+    sources: Mapping[str, VirtualOffers],
 ) -> DecodeServer:
     cluster, costs = setup.decode, setup.decode.costs()
     extra_steps = scheduling.extra_steps_in_flight + setup.extra_decode_steps
@@ -222,7 +222,7 @@ def _offload(
     speed = offload.speed(setup.prefill, cluster, setup.lenders)
     exchange = offload.exchange(cluster.shape, speed)
     remote = RemoteAttention(cluster.parts(), exchange, layer_counts, offload.fills_waits)
-    rule = OffloadRule(setup.bound, offload.reading, offload.only_hidden)
+    rule = OffloadSetting(setup.bound, offload.reading, offload.only_hidden)
     lent_tokens = setup.decode_pool_tokens - cluster.kv_pool_tokens()
     return VirtualOffload(scheduler, remote, rule, lent_tokens // scheduler.args.page_size)
 
@@ -247,7 +247,7 @@ def _forecast(cluster: Cluster, costs: PipelineCosts, policy: str) -> StepForeca
     """Step times for a policy that budgets time; else nothing is known of them.
 
     Decodes whose attention is computed elsewhere count as if it were not: schedulers here know no
-    leases. Stages are then faster than predicted, which their speeds tell.
+    leases. Stages are then faster than predicted, which their learned speeds show.
     """
     if POLICY_TABLE[policy].budgets_time:
         return cluster.step_forecast(costs)

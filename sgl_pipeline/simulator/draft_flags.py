@@ -7,9 +7,9 @@ from sgl_pipeline.args.scheduling_args import draft_tokens_of
 from sgl_pipeline.simulator.virtual_drafts import NEVER_RIGHT, DraftAcceptance
 
 
-def add_draft_flags(parser: argparse.ArgumentParser) -> None:
+def add_draft_flags(group: "argparse._ArgumentGroup") -> None:
     """Adds the flags that switch drafts on and say how often they are right."""
-    parser.add_argument(
+    group.add_argument(
         "--draft-acceptance",
         type=_chances,
         metavar="CHANCE,...",
@@ -17,13 +17,13 @@ def add_draft_flags(parser: argparse.ArgumentParser) -> None:
         "one, after one right one, and so on; the last holds for longer runs too. 0.7, or "
         "0.4,0.77,0.9",
     )
-    parser.add_argument(
+    group.add_argument(
         "--draft-found",
         type=float,
         metavar="SHARE",
         help="of the lookups after a wrong draft token that find a draft; by default all",
     )
-    parser.add_argument(
+    group.add_argument(
         "--speculative-num-draft-tokens",
         type=int,
         metavar="ROWS",

@@ -61,7 +61,7 @@ LINKS = {
 
 # Vidur's engine measurements on A100 (cpu_overheads_ms.csv, run 6555c85: medians fitted over 8 to
 # 128 decodes): schedule 0.02 + 0.003 b ms, prepare 0.15 + 0.001 b ms, results 0.04 + 0.030 b ms.
-MEASURED_HOST = HostCosts(
+VIDUR_A100_HOST = HostCosts(
     schedule_step_s=0.02e-3,
     schedule_chunk_s=0.003e-3,
     prepare_step_s=0.15e-3,
@@ -112,7 +112,7 @@ class Cluster:
     migration: Migration = STILL
     forecast: Literal["tables", "online"] = "tables"
     pool_tokens: int | None = None
-    host: HostCosts = MEASURED_HOST
+    host: HostCosts = VIDUR_A100_HOST
     store: StoreCosts | None = None
     tier_rules: TierRules = SERVER_RULES
 
@@ -143,7 +143,7 @@ class Cluster:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the model as it is served."""
+        """The shape of the model as it is served."""
         return model_shape(self.model, self.quantization, self.kv_cache_dtype)
 
     def costs(self) -> PipelineCosts:
@@ -210,7 +210,7 @@ class Cluster:
 
     @property
     def _usable_bytes(self) -> float:
-        """For weights and KV, of a stage."""
+        """Bytes of a stage for weights and KV."""
         return DEVICES[self.device].memory_bytes * self.memory_share * self.tensor_parallel
 
     def parts(self) -> AttentionSeconds:

@@ -1,4 +1,4 @@
-"""Several virtual pipelines in one virtual time, and what they tell each other.
+"""Several virtual pipelines in one virtual time, and the messages between them.
 
 A message is an action at a moment. Whatever comes first happens first; where a message and a
 pipeline are due at the same time, the message.

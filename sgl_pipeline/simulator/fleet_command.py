@@ -24,48 +24,47 @@ _HEADER = (
 )
 
 
-def add_fleet_flags(parser: argparse.ArgumentParser) -> None:
+def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:
     """The flags of `run` for prefill and decode apart."""
-    parser.add_argument(
+    add = group.add_argument
+    add(
         "--pd",
         type=_pair,
         metavar="P:D",
         help="prefill on P pipelines and decode on D others, behind one router",
     )
-    parser.add_argument(
+    add(
         "--pd-pp",
         type=_pair,
         metavar="P:D",
         default=(1, 1),
         help="stages of each prefill and of each decode pipeline",
     )
-    parser.add_argument(
+    add(
         "--pd-link-gb-per-s",
         type=positive,
         metavar="GB",
         default=25.0,
         help="of pages between two servers, at each end of the link",
     )
-    parser.add_argument(
-        "--pd-link-latency-ms", type=_latency, metavar="MS", default=0.05, help="each way"
-    )
-    parser.add_argument(
+    add("--pd-link-latency-ms", type=_latency, metavar="MS", default=0.05, help="each way")
+    add(
         "--pd-prefill-policy",
         choices=POLICIES,
         help="of the prefill pipelines; by default --policy",
     )
-    parser.add_argument(
+    add(
         "--pd-offload",
         action="store_true",
         help="attention of some decodes on the prefill pipelines (Adrenaline)",
     )
-    parser.add_argument(
+    add(
         "--pd-offload-bound",
         type=positive,
         metavar="RATIO",
         help="of offloaded to local attention; by default from memory, bandwidth and batch",
     )
-    parser.add_argument(
+    add(
         "--pd-offload-latency-ms",
         type=_latency,
         metavar="MS",

@@ -24,7 +24,7 @@ _LONGEST_S, _LONGEST = 0.03, 10.0
 _FEWEST = 20
 # A slope is used far beyond the steps that show it: of lone requests, which give 1 to 4 tokens, at
 # steps of 64. So the rows must differ by more than those, whose standard deviation is about 1, for
-# idle steps are unlike busy ones in other ways, too. And by so much, over so many steps, that the
+# idle steps are unlike busy ones in other ways, too. And by enough, over enough steps, that the
 # slope is three times what chance makes of waits like these.
 _SPREAD_ROWS = 3.0
 _STANDARD_ERRORS = 3.0
@@ -59,7 +59,8 @@ def fit_host(records: Sequence[StepRecord]) -> tuple[HostCosts, SimulatedLink]:
 
 
 class _Moments:
-    """Of all steps but the first, in seconds: of the scheduler [steps], of stages [steps, stages].
+    """Moments of all steps but the first, in seconds: of the scheduler [steps], of stages [steps,
+    stages].
     `free_s` is when the step before had its rows, `order_sent_s` when the order was sent or, if
     that was before, when the first stage had taken it: a stage that wakes up may take the core of
     the scheduler, which is not done with the others' orders."""
@@ -130,7 +131,7 @@ def _hop_s(moments: _Moments, otherwise_s: float) -> float:
 
 def _line(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     """The line of least squares over `rows` that has no negative part: base and slope. Flat where
-    the rows are too few, or too much the same, to tell a slope."""
+    the rows are too few, or too much the same, to show a slope."""
     usual = _are_usual(seconds)
     rows, usual_s = rows[usual], np.maximum(seconds[usual], 0.0)
     mean_rows, mean_s = rows.mean(), usual_s.mean()

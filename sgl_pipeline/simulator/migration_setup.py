@@ -24,7 +24,7 @@ class Migration:
     """The rules of layer moves.
 
     `planner` None: as the server's, with the window of `args`. `copying` and `shares_links` are as
-    in `MoveCosts`. With `state_bytes` three layers of four keep a state of so many bytes for each
+    in `MoveCosts`. With `state_bytes` three layers of four keep a state of that size for each
     request in place of keys and values, as Qwen3.5's; what steps take is as without.
     `wishes` are an operator's plans, each with its moment.
     """
@@ -74,7 +74,7 @@ class Migration:
         )
 
     def _state_bytes(self, num_layers: int) -> tuple[int, ...]:
-        """Of a slot in each layer, none where it has pages."""
+        """The bytes of a slot in each layer, 0 where it has pages."""
         return tuple(self.state_bytes if layer % 4 < 3 else 0 for layer in range(num_layers))
 
 

@@ -41,7 +41,7 @@ class ModelShape:
 
     @property
     def end_weight_bytes(self) -> int:
-        """Of the embedding, and of lm_head."""
+        """Bytes of the embedding, and as many of lm_head."""
         return self.vocab_size * self.hidden_size * BYTES_PER_NUMBER
 
     @property
@@ -54,7 +54,7 @@ class ModelShape:
         return self.hidden_size * BYTES_PER_NUMBER
 
     def weight_bytes(self, num_layers: int, num_ends: int) -> int:
-        """Of so many layers and of so many of embedding and lm_head."""
+        """Bytes of `num_layers` layers and of `num_ends` of embedding and lm_head."""
         return num_layers * self.layer_weight_bytes + num_ends * self.end_weight_bytes
 
     def kv_pool_tokens(self, layer_counts: tuple[int, ...], usable_bytes: float) -> int:

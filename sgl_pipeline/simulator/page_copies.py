@@ -44,12 +44,12 @@ class MoveCosts:
     shares_links: bool = False
 
     def page_bytes(self, layers: Sequence[int]) -> int:
-        """Of a page in those of `layers` that have any."""
+        """Bytes of a page in the `layers` that have pages."""
         num_layers = sum(not self._state_bytes(layer) for layer in layers)
         return num_layers * self.kv_bytes_per_token * self.page_size
 
     def slot_bytes(self, layers: Sequence[int]) -> int:
-        """Of a request's states in those of `layers` that have any."""
+        """Bytes of a request's states in the `layers` that have states."""
         return sum(map(self._state_bytes, layers))
 
     def _state_bytes(self, layer: int) -> int:
@@ -186,7 +186,7 @@ class PageCopy:
 
     @property
     def _awaited_bytes(self) -> float:
-        """Of those that are queued, the ones that the move waits for."""
+        """Queued bytes that the move waits for."""
         return self._left_of_pages + self._states.awaited_bytes
 
     def _note_ready(self, now_s: float) -> None:

@@ -16,7 +16,7 @@ from sgl_pipeline.wire.store_orders import OfferOrder, StoreOrder, StoreReport
 PageOrder = StoreOrder | OfferOrder
 
 
-class PageSource(Protocol):
+class PagePlace(Protocol):
     """The place beyond the pool that a pipeline's tier uses, or gives its own pages to. A
     pipeline whose requests wait asks its scheduler again after `look_s` seconds."""
 

@@ -29,7 +29,7 @@ class PeerLink:
 
 
 @dataclass(slots=True)
-class OfferedPages:
+class VirtualOffers:
     """The pages that a prefill server's stages let others read. Its end of the link, which carries
     one transfer at a time, is free at `free_s`."""
 
@@ -60,7 +60,7 @@ class PeerReads:
 
     link: PeerLink
     layer_page_bytes: int
-    sources: Mapping[str, OfferedPages]
+    sources: Mapping[str, VirtualOffers]
     free_s: float = 0.0
     loaded_bytes: int = 0
     _loads: dict[int, TransferQueue] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class PeerReads:
         self._loads.clear()
 
     def ran(self, stage: int, start_s: float, end_s: float) -> None:
-        """As `PageSource.ran`."""
+        """As `PagePlace.ran`."""
         if stage in self._loads:
             self._loads[stage].put_off(start_s, end_s)
 

@@ -54,7 +54,7 @@ class ScaledTail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLink:
-    """Between neighboring stages. `bytes_per_token` of the residual stream, one row."""
+    """A link between neighboring stages. `bytes_per_token` is a row of the residual stream."""
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
@@ -181,7 +181,7 @@ class PipelineCosts:
 
     @property
     def _weights(self) -> Sequence[float]:
-        """Of the layers of each stage."""
+        """The weights of the layers of each stage."""
         if not self.layer_weights:
             return self.layer_counts
         ends = accumulate(self.layer_counts)

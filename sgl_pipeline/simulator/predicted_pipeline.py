@@ -15,15 +15,17 @@ from sgl_pipeline.simulator.step_shape import StepShape
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.stage_plan import StagePlan
 
-# Of our own server with two stages on two cores (benchmark/results/2026-11-22_0231_calibration.md).
-OWN_HOST = HostCosts(
+# Means of a step of our server, whose front, scheduler and two stages share two cores of a Xeon:
+# the last round of benchmark/results/2026-11-22_0231_calibration.md. Messages take a hop each way.
+_HOP_S = 0.21e-3
+TWO_CORE_HOST = HostCosts(
     schedule_step_s=0.51e-3,
     result_step_s=0.35e-3,
     prepare_step_s=0.48e-3,
-    transit_s=0.42e-3,
+    transit_s=2 * _HOP_S,
     preparation="early",
 )
-OWN_LINK = SimulatedLink(latency_s=0.21e-3)
+TWO_CORE_LINK = SimulatedLink(latency_s=_HOP_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class PredictedTiming:
     predictor: StepPredictor
     layer_counts: tuple[int, ...]
     slowness: float
-    host: HostCosts = OWN_HOST
-    link: SimulatedLink = OWN_LINK
+    host: HostCosts = TWO_CORE_HOST
+    link: SimulatedLink = TWO_CORE_LINK
 
     @property
     def num_stages(self) -> int:

@@ -28,7 +28,7 @@ class ExchangeCosts:
     speed: float
 
     def exchange_s(self, num_rows: int) -> float:
-        """The way there and back of so many rows."""
+        """The way there and back of `num_rows` rows."""
         return 2 * self.latency_s + num_rows * self.row_bytes / self.bytes_per_s
 
 

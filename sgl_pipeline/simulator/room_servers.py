@@ -18,8 +18,8 @@ from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling import StepScheduler
-from sgl_pipeline.simulator.page_transfers import PageOrder, PageSource
-from sgl_pipeline.simulator.peer_pages import OfferedPages, PeerReads
+from sgl_pipeline.simulator.page_transfers import PageOrder, PagePlace
+from sgl_pipeline.simulator.peer_pages import PeerReads, VirtualOffers
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.remote_attention import RemoteAttention
 from sgl_pipeline.simulator.simulation import ServedRequest
@@ -40,8 +40,8 @@ LIMITS = RoomLimits(bootstrap_timeout_s=FOR_EVER, waiting_timeout_s=FOR_EVER, si
 Rooms = TypeVar("Rooms", PrefillRooms, DecodeRooms)
 
 
-class RoomServer(PageSource, Generic[Rooms]):
-    """A server, as the `PageSource` of its pipeline. Whoever joins it to others sets `send`, which
+class RoomServer(PagePlace, Generic[Rooms]):
+    """A server, as the `PagePlace` of its pipeline. Whoever joins it to others sets `send`, which
     carries a message of a session to its other end, and `on_end`, which hears of each request that
     has ended, was refused or has failed."""
 
@@ -121,7 +121,7 @@ class PrefillServer(RoomServer[PrefillRooms]):
         stages = tuple(PeerStage("", (own.start, own.stop)) for own in layers)
         rooms = PrefillRooms(scheduler, _identity(name, scheduler, plan), LIMITS, stages)
         super().__init__(name, rooms, scheduler, costs, forecast)
-        self.offers = OfferedPages()
+        self.offers = VirtualOffers()
         self.waiting_tokens = 0
         self.most_held_pages = 0
 

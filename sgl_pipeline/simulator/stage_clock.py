@@ -55,6 +55,6 @@ class Slowdown:
     until_s: float = float("inf")
 
     def factor_at(self, stage: int, moment_s: float) -> float:
-        """By what a step that begins then is slowed on that stage."""
+        """The factor by which a step that begins then is slower on that stage."""
         is_slow = stage == self.stage and self.from_s <= moment_s < self.until_s
         return self.factor if is_slow else 1.0

@@ -12,7 +12,7 @@ MAX_ROUNDS = 4
 
 
 class StateCopies:
-    """Of each slot, `slot_bytes` go, 0 where no layer has states; at first those of `slots`.
+    """Copies `slot_bytes` of each slot, 0 where no layer has states; at first those of `slots`.
 
     A slot that a step writes before it has left, or after, goes at the switch, or before that when
     steps have left it alone for a while.

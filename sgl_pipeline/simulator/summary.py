@@ -14,7 +14,7 @@ from sgl_pipeline.simulator.simulation import ServedRequest, Simulation
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of one number over all requests that had it."""
+    """The distribution of one number over the requests that have it."""
 
     mean: float
     p50: float

@@ -1,6 +1,6 @@
 """Workloads from trace files, recorded or made up (data/README.md has their origin).
 
-A trace file is a CSV with a header or Mooncake's JSON lines; its columns tell which kind it is, so
+A trace file is a CSV with a header or Mooncake's JSON lines; its columns show which kind it is, so
 that a user's own CSV of arrivals, inputs and outputs needs no conversion.
 """
 

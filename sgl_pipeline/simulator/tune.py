@@ -21,7 +21,7 @@ RATE_TOLERANCE = 0.03
 # Requests that arrive faster come at once, except that the first begins alone.
 MOST_RATE_PER_S = 1e6
 
-# The share of requests that meet the target when so many arrive in a second.
+# The share of requests that meet the target, by knobs and arrivals a second.
 Attainment = Callable[[ThrottleArgs, float], float]
 
 

@@ -100,7 +100,7 @@ class VirtualClients:
         self.on_end(request, served, now_s)
 
     def fail(self, request: Request, now_s: float) -> None:
-        """The scheduler has been told to end `request`."""
+        """The scheduler was asked to end `request`."""
         assert request.finish is not None
         served = self._live.pop(request)
         served.error = request.finish.message

@@ -28,10 +28,10 @@ class DraftAcceptance:
     def __post_init__(self) -> None:
         for chance in (*self.chances, self.found):
             if not 0.0 <= chance <= 1.0:
-                raise ConfigurationError(f"{chance:g} is no chance: it must be between 0 and 1")
+                raise ConfigurationError(f"{chance:g} is not a chance: it must be between 0 and 1")
 
     def chance(self, run: int) -> float:
-        """The chance of the token behind a run of so many."""
+        """The chance that the token behind `run` right ones is right."""
         return self.chances[min(run, len(self.chances) - 1)]
 
 

@@ -46,7 +46,7 @@ class VirtualMoves:
 
     @property
     def page_size(self) -> int:
-        """In tokens."""
+        """Tokens of a page."""
         return self._costs.page_size
 
     @property

@@ -23,7 +23,7 @@ class LendingScheduler(StepScheduler):
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadRule:
+class OffloadSetting:
     """The offload bound, and the reading of the paper's rule. With `only_hidden` a request is
     declined whose attention elsewhere would make layers wait."""
 
@@ -40,7 +40,7 @@ class VirtualOffload:
         self,
         scheduler: LendingScheduler,
         remote: RemoteAttention,
-        rule: OffloadRule,
+        rule: OffloadSetting,
         lent_pages: int,
     ) -> None:
         self.remote = remote

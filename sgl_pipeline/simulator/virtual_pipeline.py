@@ -21,7 +21,7 @@ from sgl_pipeline.records.stage_timing import StageTiming
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.page_copies import MoveCosts
-from sgl_pipeline.simulator.page_transfers import PageOrder, PageSource
+from sgl_pipeline.simulator.page_transfers import PageOrder, PagePlace
 from sgl_pipeline.simulator.pipeline_costs import PipelineTiming
 from sgl_pipeline.simulator.remote_attention import RemoteAttention
 from sgl_pipeline.simulator.simulation import SimulatedStep, Simulation
@@ -73,7 +73,7 @@ class VirtualPipeline:
         move_costs: MoveCosts | None = None,
         slowdowns: Sequence[Slowdown] = (),
         wishes: Sequence[tuple[float, tuple[int, ...]]] = (),
-        store: PageSource | None = None,
+        store: PagePlace | None = None,
         remote: RemoteAttention | None = None,
     ) -> None:
         plan = StagePlan(0, costs.layer_counts)
@@ -107,7 +107,7 @@ class VirtualPipeline:
     ) -> Simulation:
         """Serves all requests; `on_progress` gets the number that have ended and the time.
 
-        With `most_steps` it breaks off once so many steps have come back: requests are left.
+        With `most_steps` it breaks off once that many steps have come back: requests are left.
         """
         for asked in workload:
             self.clients.expect(asked, asked.arrival_s)

@@ -16,7 +16,7 @@ from sgl_pipeline.step_work import StepTimes, StepWork
 
 # A step may take this much longer for its drafts where other requests wait for it.
 MOST_EXTRA_TIME = 0.1
-# A decision looks at so many.
+# Rows of a step that a decision looks at.
 MOST_ROWS = 16
 # Drafts must gain this many times what they cost: a forecast errs, and looking them up takes time.
 LEAST_GAIN = 2.0

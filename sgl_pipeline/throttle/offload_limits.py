@@ -10,7 +10,7 @@ from sgl_pipeline.throttle.attention_offload import (
     offload_bound,
 )
 
-# A batch is too large where its kernels beside attention take longer than so many times one row's.
+# A batch is too large where its kernels beside attention take over this many times one row's.
 REST_GROWTH = 1.5
 _LARGEST_BATCH = 4096
 

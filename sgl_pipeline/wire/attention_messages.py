@@ -92,7 +92,7 @@ def read_question(payload: bytes) -> PlanAttention | AttendRows:
 
 
 def read_answer(payload: bytes) -> AttendedRows:
-    """Raises MalformedData for what is no answer."""
+    """Raises MalformedData for anything but an answer."""
     answer: AttendedRows = decode(_answers, payload)
     return answer
 

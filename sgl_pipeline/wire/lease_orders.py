@@ -6,10 +6,10 @@ its prompt, and have the attention over them computed there (attention offload, 
 writes any more, and fresh pages for all tokens to come. Stages of the decode server send queries,
 keys and values of the rows of a layer, and get the attention's results (`attention_messages.py`).
 
-A stage that has obeyed `LendPages` says so; until then the scheduler tells no server of the lease.
-A stage that has obeyed `EndLease` touches none of its pages any more, so steps behind that order
-may write them. A stage forgets all leases where it forgets offers (`store_orders.py`); they are not
-made again.
+A stage that has obeyed `LendPages` says so; until then the scheduler announces the lease to no
+server. A stage that has obeyed `EndLease` touches none of its pages any more, so steps behind that
+order may write them. A stage forgets all leases where it forgets offers (`store_orders.py`); they
+are not made again.
 """
 
 from typing import Annotated

@@ -17,7 +17,7 @@ from sgl_pipeline.stage_plan import StagePlan
 # The share of its time that a stage which always has a step to run gives to the preparation of a
 # move.
 MOVE_SHARE = 0.1
-# A state slot that so many steps have not written rests: it goes before the switch.
+# Steps after whose last write a state slot rests: it goes before the switch.
 RESTING_STEPS = 32
 
 

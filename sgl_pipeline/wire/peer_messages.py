@@ -74,7 +74,7 @@ def encode(message: ReadPages | Answer) -> bytes:
 
 
 def read_request(payload: bytes) -> ReadPages:
-    """Raises MalformedData for what is no request, or one of no pages or no layers."""
+    """Raises MalformedData unless it is a request of some pages and layers."""
     request = decode(_requests, payload)
     num_bytes, (first, stop) = len(request.hashes), request.layers
     if not num_bytes or num_bytes % HASH_BYTES or first >= stop:
@@ -83,6 +83,6 @@ def read_request(payload: bytes) -> ReadPages:
 
 
 def read_answer(payload: bytes) -> Answer:
-    """Raises MalformedData for what is no answer."""
+    """Raises MalformedData for anything but an answer."""
     answer: Answer = decode(_answers, payload)
     return answer

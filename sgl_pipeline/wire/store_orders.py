@@ -157,7 +157,7 @@ class PagesSaved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class PagesLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The first `num_pages` pages of a `LoadPages` hold what its source has of the stage's layers.
 
-    `message` says why the others do not; then `is_broken` tells whether the object behind them is
+    `message` says why the others do not; then `is_broken` says whether the object behind them is
     missing, short or altered, which makes its page's record worthless. A peer has no records: of
     its pages none is broken. Reading took `busy_s` and brought `num_bytes`.
     """

@@ -76,7 +76,7 @@ class FakeOffers:
         if layer not in self._layers:
             raise StoreError(f"layer {layer} is not here")
         if page_hash not in pages:
-            raise StoreError(f"a page is no part of offer {offer}")
+            raise StoreError(f"a page is not part of offer {offer}")
         return self._pages.content(layer, pages[page_hash])
 
 

@@ -74,9 +74,9 @@ def test_schedules_hold_and_have_what_could_go_wrong(first: int) -> None:
 
 
 def test_a_seed_replays_bit_for_bit() -> None:
-    for seed in range(10):
-        assert run_disaggregated_seed(seed) == run_disaggregated_seed(seed)
-    assert len({run_disaggregated_seed(seed).digest for seed in range(10)}) == 10
+    ran = [run_disaggregated_seed(seed) for seed in range(10)]
+    assert [run_disaggregated_seed(seed) for seed in range(10)] == ran
+    assert len({outcome.digest for outcome in ran}) == 10
 
 
 def pages_are_given_out_before_their_withdrawal(patch: pytest.MonkeyPatch) -> None:
@@ -305,6 +305,6 @@ MUTATIONS: tuple[Mutation, ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_what_is_broken_on_purpose_is_found(
-    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+    mutation: Mutation, request: pytest.FixtureRequest
 ) -> None:
-    require_found(mutation, monkeypatch, run_disaggregated_seed, range(MOST_SEEDS))
+    require_found(mutation, request, run_disaggregated_seed, range(MOST_SEEDS))

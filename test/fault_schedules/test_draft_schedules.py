@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from fault_schedules.disaggregated_world import run_disaggregated_seed
 from fault_schedules.world import run_seed
+from support.mutations import Mutation, require_found
 
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.requests import Request, TokenEvent
@@ -104,7 +105,7 @@ def drafts_are_drawn_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepResults, "_book", mutated)
 
 
-MUTATIONS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
+MUTATIONS: tuple[Mutation, ...] = (
     rows_of_wrong_drafts_count_as_computed,
     rows_of_wrong_drafts_reach_the_cache,
     pages_of_drafts_are_not_the_requests_own,
@@ -119,11 +120,6 @@ MUTATIONS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
 @pytest.mark.parametrize("run", [run_seed, run_disaggregated_seed], ids=["one server", "apart"])
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_what_is_broken_on_purpose_is_found(
-    mutation: Callable[[pytest.MonkeyPatch], None],
-    run: Callable[[int], object],
-    monkeypatch: pytest.MonkeyPatch,
+    mutation: Mutation, run: Callable[[int], object], request: pytest.FixtureRequest
 ) -> None:
-    mutation(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017 - whatever notices it
-        for seed in range(MOST_SEEDS):
-            run(seed)
+    require_found(mutation, request, run, range(MOST_SEEDS))

@@ -423,9 +423,9 @@ MUTATIONS: tuple[Mutation, ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_what_is_broken_on_purpose_is_found(
-    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+    mutation: Mutation, request: pytest.FixtureRequest
 ) -> None:
-    require_found(mutation, monkeypatch, run_seed, range(MOST_SEEDS))
+    require_found(mutation, request, run_seed, range(MOST_SEEDS))
 
 
 def test_the_command_prints_a_seed_that_fails(

@@ -165,5 +165,5 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_what_is_broken_on_purpose_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_found(MUTATIONS[name], monkeypatch, run_seed, SEEDS)
+def test_what_is_broken_on_purpose_is_found(name: str, request: pytest.FixtureRequest) -> None:
+    require_found(MUTATIONS[name], request, run_seed, SEEDS)

@@ -270,6 +270,6 @@ MUTATIONS: tuple[Mutation, ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_what_is_broken_on_purpose_is_found(
-    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+    mutation: Mutation, request: pytest.FixtureRequest
 ) -> None:
-    require_found(mutation, monkeypatch, run_seed, seeds_with_tiers(MOST_SEEDS))
+    require_found(mutation, request, run_seed, seeds_with_tiers(MOST_SEEDS))

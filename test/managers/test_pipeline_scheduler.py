@@ -255,8 +255,8 @@ def run(parts: Any, script: list[list[Any]], recovery: Any = None, rooms: Any = 
         zmq.Poller(),
         rooms,
     )
-    # The desk is upstream's message types; here a control message is a call on the loop.
-    loop._desk = SimpleNamespace(answer=lambda call, now_s: call(loop), poll=lambda now_s: None)
+    # Its control is upstream's message types; here a control message is a call on the loop.
+    loop._control = SimpleNamespace(answer=lambda call, now_s: call(loop), poll=lambda now_s: None)
     loop.run()
     return parts.front
 

@@ -188,7 +188,7 @@ def test_a_rate_that_is_none_is_a_usage_error(
             ["run", "--speculative-num-draft-tokens", "8"],
             "--speculative-num-draft-tokens does nothing without --draft-acceptance",
         ),
-        (["run", "--draft-acceptance", "0.5,2"], "2 is no chance: it must be between 0 and 1"),
+        (["run", "--draft-acceptance", "0.5,2"], "2 is not a chance: it must be between 0 and 1"),
         (
             ["run", "--draft-acceptance", "1", "--speculative-num-draft-tokens", "1"],
             "--speculative-num-draft-tokens 1 must be between 2 and 64",

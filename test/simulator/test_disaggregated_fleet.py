@@ -14,7 +14,7 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.disaggregated_fleet import DisaggregatedFleet
 from sgl_pipeline.simulator.fleet import MixedFleet
-from sgl_pipeline.simulator.peer_pages import OfferedPages, PeerLink, PeerReads
+from sgl_pipeline.simulator.peer_pages import PeerLink, PeerReads, VirtualOffers
 from sgl_pipeline.simulator.pipeline_costs import PipelineCosts
 from sgl_pipeline.simulator.room_servers import DecodeServer, PrefillServer
 from sgl_pipeline.simulator.simulation import ServedRequest
@@ -191,7 +191,7 @@ def test_requests_that_share_a_prompt_send_it_once() -> None:
 
 
 def test_a_load_waits_for_the_offers_of_the_stages_that_have_its_layers() -> None:
-    offers, page = OfferedPages(), b"h" * HASH_BYTES
+    offers, page = VirtualOffers(), b"h" * HASH_BYTES
     offers.take(OfferPages(7, b"", page, ""), StagePlan(0, (1, 2)), [5.0, 50.0])
     reads = PeerReads(LINK, LAYER_PAGE_BYTES, {"p": offers})
     order = LoadPages(0, b"", page, b"", (), "p", 7)

@@ -8,7 +8,7 @@ from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.requests import Request
 from sgl_pipeline.simulator.remote_attention import ExchangeCosts, RemoteAttention
 from sgl_pipeline.simulator.step_shape import StepShape
-from sgl_pipeline.simulator.virtual_offload import LendingScheduler, OffloadRule, VirtualOffload
+from sgl_pipeline.simulator.virtual_offload import LendingScheduler, OffloadSetting, VirtualOffload
 from sgl_pipeline.throttle import make_policy
 
 PAGE_TOKENS = 4
@@ -33,7 +33,7 @@ def lending(lent_pages: int) -> tuple[VirtualOffload, LendingScheduler]:
     )
     costs = ExchangeCosts(latency_s=0.0, bytes_per_s=1.0, row_bytes=1, speed=1.0)
     remote = RemoteAttention(AttentionAlone(), costs, (1,))
-    rule = OffloadRule(bound=10.0, only_hidden=False)
+    rule = OffloadSetting(bound=10.0, only_hidden=False)
     return VirtualOffload(scheduler, remote, rule, lent_pages), scheduler
 
 

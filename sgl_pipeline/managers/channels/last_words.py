@@ -14,7 +14,7 @@ def write_last_words(run_directory: str, reason: str) -> None:
 
 
 def read_last_words(run_directory: str) -> str | None:
-    """None if the scheduler process lives, or was killed."""
+    """The words; None if the scheduler process lives, or was killed."""
     try:
         return Path(run_directory, _FILE).read_text(encoding="utf-8")
     except OSError:

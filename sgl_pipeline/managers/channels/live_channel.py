@@ -105,7 +105,7 @@ class LiveSocket:
 
     @property
     def is_watched(self) -> bool:
-        """As of the last `take_subscriptions`."""
+        """True if a page subscribed by the last `take_subscriptions`."""
         return self._num_subscribers > 0
 
     def take_subscriptions(self) -> bool:

@@ -80,7 +80,7 @@ Question = (
 )
 
 
-class DeskAnswer(msgspec.Struct, frozen=True):
+class OperatorAnswer(msgspec.Struct, frozen=True):
     """An HTTP status, and the JSON that goes with it."""
 
     status: int
@@ -89,15 +89,15 @@ class DeskAnswer(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder = msgspec.msgpack.Decoder(Question)
-_answer_decoder = msgspec.msgpack.Decoder(DeskAnswer)
+_answer_decoder = msgspec.msgpack.Decoder(OperatorAnswer)
 
 
-def desk_address(run_directory: str) -> str:
+def operator_address(run_directory: str) -> str:
     """The path on which the scheduler process listens."""
-    return "ipc://" + os.path.join(run_directory, "desk")
+    return "ipc://" + os.path.join(run_directory, "operators")
 
 
-class DeskSocket:
+class OperatorSocket:
     """The scheduler process's end; `socket` is readable when a question has come."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
@@ -116,22 +116,22 @@ class DeskSocket:
             return None
         return asker, _question_decoder.decode(b"".join(frames))
 
-    def answer(self, asker: bytes, answer: DeskAnswer) -> None:
-        """Sends an answer, if whoever asked still waits."""
+    def answer(self, asker: bytes, answer: OperatorAnswer) -> None:
+        """Sends an answer, if its asker still waits."""
         self.socket.send_multipart([asker, _encoder.encode(answer)], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.socket.close(linger=500)
 
 
-class DeskClient:
+class OperatorClient:
     """The HTTP server's end, for any number of tasks of one event loop."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._num_open = 0
 
-    async def ask(self, question: Question, timeout_s: float) -> DeskAnswer | None:
+    async def ask(self, question: Question, timeout_s: float) -> OperatorAnswer | None:
         """The answer; None when none came in time.
 
         Raises RequestError, with status 503, while too many questions are open.

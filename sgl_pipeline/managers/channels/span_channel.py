@@ -87,7 +87,7 @@ class SpanSender:
             return
         parent = message.time_stats.data
         if not _TRACE_PARENT.fullmatch(parent):
-            raise ProtocolError(f"{parent[:80]!r} is no traceparent")
+            raise ProtocolError(f"{parent[:80]!r} is not a traceparent")
         assert message.rid is not None
         self._parents[message.rid] = parent.decode()
 

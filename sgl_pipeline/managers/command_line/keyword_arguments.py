@@ -34,8 +34,8 @@ def parse_keywords(arguments: Mapping[str, Any]) -> LaunchPlan:
 def command_line_of(parser: argparse.ArgumentParser, arguments: Mapping[str, Any]) -> list[str]:
     """The words that set these arguments. None leaves a flag at its default.
 
-    Raises ConfigurationError for a name that is no flag, or is a server's alone, for two names of
-    one flag, and for a value that cannot be written as words.
+    Raises ConfigurationError for a name that is not a flag, or is a server's alone, for two names
+    of one flag, and for a value that cannot be written as words.
     """
     actions = _actions_by_name(parser._actions)
     words: list[str] = []

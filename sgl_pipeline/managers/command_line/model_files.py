@@ -132,12 +132,12 @@ def _fetch(model: str, revision: str | None, cache_dir: str | None, may_fetch: b
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         if not may_fetch:
             raise ConfigurationError(
-                f"--model-path {model} is no local directory, and has not been fetched from the "
+                f"--model-path {model} is not a local directory, and has not been fetched from the "
                 "hub yet"
             ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigurationError(
-            f"--model-path {model} is no local directory and could not be fetched from the hub: "
+            f"--model-path {model} is not a local directory and could not be fetched from the hub: "
             f"{reason}"
         ) from error
 

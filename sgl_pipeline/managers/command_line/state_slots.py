@@ -30,7 +30,7 @@ DEFAULT_RATIO = 0.9  # SGLang's
 SLOTS_PER_REQUEST = 3
 
 
-class HostLoad(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes that the stages of a host hold: of the states of one slot, and of weights."""
 
     slot_bytes: int
@@ -39,8 +39,8 @@ class HostLoad(NamedTuple):
 
 def host_loads(
     spec: DecoderSpec, plan: StagePlan, stages: StageArgs, migration: MigrationArgs, num_hosts: int
-) -> list[HostLoad]:
-    """The load of each host of a model with states, whose stages start under `plan`; with the
+) -> list[HeldBytes]:
+    """The bytes held on each host of a model with states, whose stages start under `plan`; with the
     layers that `migration` may bring, where memory is kept free for them."""
     assert spec.state is not None
     sizes = WeightSizes(spec, getattr(torch, stages.dtype))
@@ -58,7 +58,7 @@ def host_loads(
         weights.append(sizes.of_stage(held, is_first=stage == 0, is_last=stage == last))
     hosts = [workers_of_host(plan.num_stages, num_hosts, rank) for rank in range(num_hosts)]
     return [
-        HostLoad(sum(slots[stage] for stage in own), sum(weights[stage] for stage in own))
+        HeldBytes(sum(slots[stage] for stage in own), sum(weights[stage] for stage in own))
         for own in hosts
     ]
 
@@ -76,7 +76,7 @@ def refuse_slots_without_states(options: argparse.Namespace) -> None:
 
 def settle_state_slots(
     options: argparse.Namespace,
-    loads: Callable[[], Sequence[HostLoad]],
+    loads: Callable[[], Sequence[HeldBytes]],
     max_running_requests: int,
 ) -> int:
     """The number of state slots of a model that has states.
@@ -126,7 +126,7 @@ def settle_state_slots(
     return min(num_fitting, slots_each * max_running_requests)
 
 
-def _fitting(load: HostLoad, available_bytes: int, share: float) -> tuple[int, float, int]:
+def _fitting(load: HeldBytes, available_bytes: int, share: float) -> tuple[int, float, int]:
     """The slots that fit on a host, the room for them, and the bytes of one."""
     room_bytes = max(0, available_bytes - load.weight_bytes) * share
     return int(room_bytes // load.slot_bytes), room_bytes, load.slot_bytes

@@ -69,7 +69,7 @@ class DoctorHead(HostGathering[_CheckedHost]):
 
     @property
     def facts(self) -> dict[int, HostFacts]:
-        """Of all hosts that are there, by rank."""
+        """The facts of all present hosts, by rank."""
         found = {rank: host.facts for rank, host in sorted(self.hosts.items())}
         return {0: self._own, **found}
 

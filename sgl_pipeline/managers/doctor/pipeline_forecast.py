@@ -81,11 +81,11 @@ class PipelineForecast:
     notes: tuple[str, ...]
 
     def tokens_per_s(self, route: Route) -> float:
-        """Of output; each step has so many decodes."""
+        """Output tokens: one for each decode of a step."""
         return self.step.decodes * 1e3 / route.period_ms
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The forecast, to print."""
         lines = [f"forecast, while every step has {self.step}:"]
         if self.as_ranked is not None:
             lines += self._route("as ranked", self.as_ranked)
@@ -94,7 +94,7 @@ class PipelineForecast:
         return [*lines, *(f"  {note}" for note in self.notes)]
 
     def facts(self) -> dict[str, Any]:
-        """For programs."""
+        """The forecast as JSON types."""
         return {
             "step": {"decodes": self.step.decodes, "prompt_tokens": self.step.prompt_tokens},
             "as_ranked": None if self.as_ranked is None else self._facts_of(self.as_ranked),
@@ -156,7 +156,7 @@ def make_forecast(saved: SavedCosts, findings: Findings, stages: int) -> Pipelin
 def measured_network(
     hosts: Mapping[int, HostFacts], links: list[MeasuredLink], stages: int
 ) -> HostNetwork:
-    """The hosts in the order of their ranks, with equal runs of so many stages."""
+    """The hosts in the order of their ranks, with equal runs of `stages` stages in all."""
     names = {rank: f"host {rank} ({facts.hello.name})" for rank, facts in hosts.items()}
     head_ms = hosts[0].step_ms
     paper = []

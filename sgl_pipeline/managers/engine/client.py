@@ -57,7 +57,7 @@ class _Inbox(Protocol):
 
 
 class _AsyncInbox:
-    """Of a call from the event loop that runs."""
+    """The inbox of a call from the event loop that runs."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

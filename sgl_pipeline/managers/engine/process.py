@@ -155,7 +155,7 @@ async def _serve(
 
 
 class _ChildSignals:
-    """The handlers that upstream's manager installs: the engine's end, whoever wants it.
+    """The handlers that upstream's manager installs: the engine's end, at anyone's request.
 
     Upstream's watchdog answers a child's end with SIGQUIT.
     """
@@ -165,7 +165,7 @@ class _ChildSignals:
         self._run_directory = run_directory
 
     def sigterm_handler(self) -> None:
-        self._desk.fail("its process was told to end (SIGTERM)")
+        self._desk.fail("its process got SIGTERM")
 
     def running_phase_sigquit_handler(self) -> None:
         reason = read_last_words(self._run_directory)

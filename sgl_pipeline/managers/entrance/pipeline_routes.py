@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    DeskAnswer,
-    DeskClient,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorClient,
     Question,
     ShowPlan,
     ShowRecentWork,
@@ -74,11 +74,11 @@ def add_pipeline_routes(
     """Adds the routes to upstream's FastAPI application, before it is started.
 
     Args:
-        address: of the scheduler process's socket (`operator_channel.desk_address`).
+        address: of the scheduler process's socket (`operator_channel.operator_address`).
         move_timeout_s: seconds that stages may take to get ready for a move.
         keys: the keys that upstream will ask for; None: no key.
     """
-    routes = _PipelineRoutes(DeskClient(address), move_timeout_s, keys or ServerKeys())
+    routes = _PipelineRoutes(OperatorClient(address), move_timeout_s, keys or ServerKeys())
     for method, path, handler in (
         ("POST", "/pipeline/tune", routes.tune_throttle),
         ("GET", "/pipeline/throttle", routes.show_throttle),
@@ -101,8 +101,8 @@ class _PipelineRoutes:
     """The handlers of the routes. A client that leaves changes nothing: a move that has begun goes
     on."""
 
-    def __init__(self, desk: DeskClient, move_timeout_s: float, keys: ServerKeys) -> None:
-        self._desk = desk
+    def __init__(self, operators: OperatorClient, move_timeout_s: float, keys: ServerKeys) -> None:
+        self._operators = operators
         self._keys = keys
         self._tuner = Tuner()
         self._move_timeout_s = move_timeout_s
@@ -156,7 +156,7 @@ class _PipelineRoutes:
 
     async def _tune(self, body: TuneBody, author: Author) -> Response:
         """Raises RequestError if nothing can be proposed."""
-        work = await self._desk.ask(ShowRecentWork(body.window_s), ANSWER_TIMEOUT_S)
+        work = await self._operators.ask(ShowRecentWork(body.window_s), ANSWER_TIMEOUT_S)
         if work is None:
             return _no_answer(ANSWER_TIMEOUT_S)
         if work.status != 200:
@@ -164,16 +164,16 @@ class _PipelineRoutes:
         recent = msgspec.msgpack.decode(work.body, type=RecentWork)
         policy = str(recent.knobs["policy"])
         proposal = msgspec.msgpack.decode(await self._tuner.run(body, work.body, policy))
-        told: dict[str, Any] = {"target": {"ttft_ms": body.ttft_ms, "tpot_ms": body.tpot_ms}}
-        told |= describe_window(recent, body.ttft_ms, body.tpot_ms) | proposal
-        told["applied"] = None
+        reply: dict[str, Any] = {"target": {"ttft_ms": body.ttft_ms, "tpot_ms": body.tpot_ms}}
+        reply |= describe_window(recent, body.ttft_ms, body.tpot_ms) | proposal
+        reply["applied"] = None
         if body.apply and proposal["knobs"]:
             question = ChangeThrottle(proposal["knobs"], author, body.revert_after_s, "tune")
-            answer = await self._desk.ask(question, ANSWER_TIMEOUT_S)
+            answer = await self._operators.ask(question, ANSWER_TIMEOUT_S)
             if answer is None:
                 return _no_answer(ANSWER_TIMEOUT_S)
-            told["applied"] = msgspec.json.decode(answer.body)
-        return Response(msgspec.json.encode(told), media_type="application/json")
+            reply["applied"] = msgspec.json.decode(answer.body)
+        return Response(msgspec.json.encode(reply), media_type="application/json")
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def change_plan(self, request: Request) -> Response:
@@ -190,13 +190,13 @@ class _PipelineRoutes:
 
     async def _ask(self, question: Question, timeout_s: float) -> Response:
         try:
-            answer = await self._desk.ask(question, timeout_s)
+            answer = await self._operators.ask(question, timeout_s)
         except RequestError as error:
             return _refusal(str(error), error.status_code)
         return _no_answer(timeout_s) if answer is None else _json(answer)
 
 
-def _json(answer: DeskAnswer) -> Response:
+def _json(answer: OperatorAnswer) -> Response:
     return Response(answer.body, answer.status, media_type="application/json")
 
 

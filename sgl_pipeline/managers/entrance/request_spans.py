@@ -145,7 +145,7 @@ def phases_of(ended: EndedRequest) -> Iterator[tuple[str, float, float]]:
 
 
 def attributes_of(ended: EndedRequest, model: str) -> dict[str, Any]:
-    """Of the request's span; the conventions leave out what was not asked for or is not known."""
+    """The attributes of the request's span, without what was not asked for or is not known."""
     asked = {
         "gen_ai.request.top_k": ended.top_k,
         "gen_ai.request.frequency_penalty": ended.frequency_penalty,

@@ -1,7 +1,7 @@
 """Requests between the front and the queue: they come, wait for their grammar, are queued or
 refused, and end early.
 
-Each end of a request that another server has the other half of is told to its room.
+Each end of a request that another server has the other half of is reported to its room.
 """
 
 import logging

@@ -15,10 +15,10 @@ from sgl_pipeline.decoding import DECODING_ERRORS
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    DeskAnswer,
-    DeskSocket,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorSocket,
     Question,
     ShowPlan,
     ShowRecentWork,
@@ -58,7 +58,7 @@ class OperatorReplies:
 
     def __init__(
         self,
-        socket: DeskSocket,
+        socket: OperatorSocket,
         core: PipelineCore,
         grammars: GrammarQueue | NoGrammars,
         compile_seconds: float,
@@ -119,7 +119,7 @@ class OperatorReplies:
         self._askers.clear()
         self._socket.close()
 
-    def _answer(self, asker: bytes, question: Question, now_s: float) -> DeskAnswer | None:
+    def _answer(self, asker: bytes, question: Question, now_s: float) -> OperatorAnswer | None:
         """The answer, if there is one now. Raises RequestError for a refusal."""
         migration = self._core.migration
         if isinstance(question, ShowPlan):
@@ -141,7 +141,7 @@ class OperatorReplies:
         self._askers[record.move] = asker
         return None
 
-    def _explain(self, request_id: str, now_s: float) -> DeskAnswer:
+    def _explain(self, request_id: str, now_s: float) -> OperatorAnswer:
         held = self._grammars.held(request_id)
         if held is not None:
             num_compiling = len(self._grammars)
@@ -159,7 +159,7 @@ class OperatorReplies:
 
     def _steer(
         self, question: ShowThrottle | ChangeThrottle | UndoThrottle, now_s: float
-    ) -> DeskAnswer:
+    ) -> OperatorAnswer:
         throttle = self._core.throttle
         assert throttle is not None, "a server's knobs can be changed"
         if isinstance(question, ShowThrottle):
@@ -174,10 +174,10 @@ class OperatorReplies:
                 question.revert_after_s,
                 question.cause,
             )
-        told = {"change": None if change is None else describe_change(change)}
-        return answer_with(told | describe_throttle(throttle, now_s))
+        reply = {"change": None if change is None else describe_change(change)}
+        return answer_with(reply | describe_throttle(throttle, now_s))
 
-    def _recent_work(self, window_s: float, now_s: float) -> DeskAnswer:
+    def _recent_work(self, window_s: float, now_s: float) -> OperatorAnswer:
         work = self._core.recent_work(window_s, now_s)
         num_ended = sum(one.total_ms is not None for one in work.requests)
         if len(work.steps) < MIN_TUNED_STEPS or num_ended < MIN_TUNED_REQUESTS:
@@ -187,9 +187,9 @@ class OperatorReplies:
                 f"{MIN_TUNED_REQUESTS}: ask again under load, or for a longer window_s",
                 status_code=503,
             )
-        return DeskAnswer(200, msgspec.msgpack.encode(work))
+        return OperatorAnswer(200, msgspec.msgpack.encode(work))
 
-    def _preview(self, layer_counts: tuple[int, ...]) -> DeskAnswer:
+    def _preview(self, layer_counts: tuple[int, ...]) -> OperatorAnswer:
         prediction = self._core.migration.preview(layer_counts)
         if prediction is None:
             raise RequestError(
@@ -199,11 +199,11 @@ class OperatorReplies:
         return answer_with({"preview": describe_prediction(prediction)})
 
 
-def answer_with(body: dict[str, Any]) -> DeskAnswer:
+def answer_with(body: dict[str, Any]) -> OperatorAnswer:
     """A 200 with `body`."""
-    return DeskAnswer(200, msgspec.json.encode(body))
+    return OperatorAnswer(200, msgspec.json.encode(body))
 
 
-def refusal(message: str, status: int, **more: Any) -> DeskAnswer:
+def refusal(message: str, status: int, **more: Any) -> OperatorAnswer:
     """An error reply in the form of our other routes."""
-    return DeskAnswer(status, msgspec.json.encode({"error": {"message": message}} | more))
+    return OperatorAnswer(status, msgspec.json.encode({"error": {"message": message}} | more))

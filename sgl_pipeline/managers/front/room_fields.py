@@ -47,7 +47,7 @@ class RoomFields:
             )
         if message.disagg_prefill_dp_rank not in (None, 0):
             raise RequestError(
-                f"disagg_prefill_dp_rank: {message.disagg_prefill_dp_rank} is no rank of a "
+                f"disagg_prefill_dp_rank: {message.disagg_prefill_dp_rank} is not a rank of a "
                 "prefill server, which has rank 0 alone"
             )
         host, port = message.bootstrap_host, message.bootstrap_port

@@ -211,7 +211,7 @@ def _rope_scaling(
 
 
 def _llama3_factors(factor: float, theta: float, head_dim: int) -> list[float]:
-    """By what each frequency is divided (transformers' `_compute_llama3_parameters`)."""
+    """The divisor of each frequency (transformers' `_compute_llama3_parameters`)."""
     factors = []
     for dim in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (dim / head_dim)

@@ -29,8 +29,8 @@ _TOKENIZER_FILE = "tokenizer.json"
 def gguf_directory(path: Path) -> Path:
     """The model directory of the GGUF file `path`, made now unless it was before.
 
-    Raises CheckpointError where it is no whole GGUF file, UnsupportedModelError where it holds what
-    is not known, ConfigurationError where there is no place for the directory.
+    Raises CheckpointError where it is not a whole GGUF file, UnsupportedModelError for unknown
+    contents, ConfigurationError where there is no place for the directory.
     """
     source = path.resolve()
     target = _place(source)

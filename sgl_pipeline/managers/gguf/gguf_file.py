@@ -23,7 +23,7 @@ _MOST_PARTS = 2_000_000
 # Longer arrays are of the vocabulary.
 _MOST_ENTRIES = 4096
 _ARRAY_HEAD, _LENGTH = struct.Struct("<IQ"), struct.Struct("<Q")
-# What reading a file that is no GGUF file may raise, there or in numpy.
+# What reading a file that is not GGUF may raise, there or in numpy.
 _READING_ERRORS = (
     *(ValueError, KeyError, IndexError, TypeError, OverflowError),
     *(RecursionError, MemoryError, OSError, struct.error),
@@ -97,7 +97,7 @@ class _BoundedReader(GGUFReader):
 def read_gguf_file(path: Path) -> GgufFile:
     """Reads the header of the file `path`.
 
-    Raises CheckpointError where it is no whole GGUF file, UnsupportedModelError for a part of a
+    Raises CheckpointError where it is not a whole GGUF file, UnsupportedModelError for a part of a
     model, and for a type of tensor that the `gguf` package cannot turn into numbers.
     """
     try:
@@ -152,5 +152,5 @@ def _refuse_types(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
             ) from None
         if not tensor.shape or tensor.shape[-1] % numbers:
             raise CheckpointError(
-                f"{path}: rows of tensor {name} are no whole blocks of {tensor.ggml_type.name}"
+                f"{path}: rows of tensor {name} are not whole blocks of {tensor.ggml_type.name}"
             )

@@ -23,7 +23,7 @@ ALLOWANCE_S = 0.25
 # usually 0.3. A grammar that costs more has fewer drafts.
 DRAFT_ALLOWANCE_S = 0.02
 DRAFT_MS_PER_TOKEN = 1.0
-# A forced text is looked for in so many pieces of a token. It may have no end.
+# Pieces of a token in which a forced text, which may have no end, is looked for.
 MOST_PIECES = 16
 
 

@@ -1,4 +1,4 @@
-"""HTTP on a prefill server's bootstrap port: what SGLang's bootstrap server tells of its topology.
+"""HTTP on a prefill server's bootstrap port: the topology, as SGLang's bootstrap server has it.
 
 For tools that look at it; decode servers of ours speak through doors. One answer a connection, and
 nothing of a body is read.

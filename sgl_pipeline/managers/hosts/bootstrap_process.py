@@ -1,6 +1,6 @@
 """A prefill server's bootstrap port: a process of its own beside the server's main process.
 
-`bootstrap_client.py` starts it, before the stages have loaded, so that a port that is taken is told
+`bootstrap_client.py` starts it, before the stages have loaded, so that a taken port is reported
 at once. A decode server's scheduler process and stages greet here and are handed over to the doors
 of this host; what speaks HTTP is answered here (`bootstrap_http.py`). Imports neither torch nor
 sglang.

@@ -29,7 +29,7 @@ from sgl_pipeline.cluster.host_messages import (
     WorkerStarted,
 )
 from sgl_pipeline.errors import ProtocolError
-from sgl_pipeline.managers.hosts.scheduler_end import MAX_MESSAGE_BYTES, desk_path
+from sgl_pipeline.managers.hosts.scheduler_end import MAX_MESSAGE_BYTES, scheduler_end_path
 from sgl_pipeline.managers.stages.main_process_workers import MainProcessWorkers
 from sgl_pipeline.pipeline.assignment import num_threads, split_cores, workers_of_host
 from sgl_pipeline.pipeline.host_choice import HostLoad, choose_host
@@ -125,7 +125,7 @@ class ClusterWorkers:
         self._leavers: list[int] = []
         self._decoder = msgspec.msgpack.Decoder(FromHead)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(desk_path(args.run_directory))
+        self._socket.connect(scheduler_end_path(args.run_directory))
 
     def start_worker(self, worker: int) -> None:
         self.hear(0.0)

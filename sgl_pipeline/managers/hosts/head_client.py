@@ -57,7 +57,7 @@ class HeadProcess:
             self._ray.keep()
 
     def close(self) -> None:
-        """Ends it, if it was started: the agents are told that the server has ended."""
+        """Ends it, if it was started: the agents learn that the server has ended."""
         if self._child is not None:
             self._say_farewell(self._child)
         if self._ray is not None:

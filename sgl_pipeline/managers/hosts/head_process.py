@@ -2,7 +2,7 @@
 
 A process of its own beside the server's main process (`head_client.py` starts it), so that agents
 are answered from the first second on, and pings do not wait for a decision of the scheduler. The
-scheduler process connects when it comes up (`cluster_workers.py`) and is told what has happened.
+scheduler process connects when it comes up (`cluster_workers.py`) and learns what has happened.
 Imports neither torch nor sglang.
 """
 
@@ -60,7 +60,7 @@ PING_INTERVAL_S = 0.25
 # How often a host that has not come is named, and when the first time.
 MISSING_INTERVAL_S = 8.0
 _FIRST_MISSING_S = 2.0
-# What it says when it listens, and what it is told when the server ends in good order.
+# Its line when it listens, and the server's when that ends in good order.
 LISTENING = "listening"
 FAREWELL = b"farewell"
 
@@ -108,7 +108,7 @@ class Head(HostGathering[_Agent]):
         self._named_s = time.monotonic() - MISSING_INTERVAL_S + _FIRST_MISSING_S
 
     def connect_scheduler(self, connection: socket.socket) -> None:
-        """The scheduler process is up: it is told what has happened so far."""
+        """The scheduler process is up: it learns what has happened so far."""
         self._scheduler = SchedulerEnd(connection, self._order, self._scheduler_gone)
         for rank, agent in self.hosts.items():
             self._report(HostJoined(agent.hello))

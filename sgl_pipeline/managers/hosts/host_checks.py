@@ -10,7 +10,7 @@ from sgl_pipeline.cluster.model_digest import digest_difference
 
 
 def version_fault(who: str, version: str) -> str:
-    """Of another sgl_pipeline than the head's."""
+    """The fault of another sgl_pipeline than the head's; empty if there is none."""
     if version == __version__:
         return ""
     return (
@@ -20,7 +20,7 @@ def version_fault(who: str, version: str) -> str:
 
 
 def count_fault(hello: HostHello, num_hosts: int) -> str:
-    """Of a host that counts other hosts than the head's `num_hosts`, or takes itself for it."""
+    """The fault of a host whose number of hosts is not the head's, or that takes itself for it."""
     if hello.num_hosts != num_hosts:
         return (
             f"it was started with --nnodes {hello.num_hosts}, the head with --nnodes {num_hosts}; "
@@ -32,7 +32,7 @@ def count_fault(hello: HostHello, num_hosts: int) -> str:
 
 
 def model_fault(digest: str, head_digest: str, head: str) -> str:
-    """Of another model than that of `head`, which is what people call that host."""
+    """The fault of another model than that of the host that people call `head`."""
     if digest == head_digest:
         return ""
     return (
@@ -42,7 +42,7 @@ def model_fault(digest: str, head_digest: str, head: str) -> str:
 
 
 def rank_fault(hello: HostHello, before: HostHello | None) -> str:
-    """Of a host whose rank another one has, which came `before`."""
+    """The fault of a host whose rank another has, which came `before`."""
     if before is None or before.address == hello.address:
         return ""
     return f"--node-rank {hello.rank} belongs to {before.title}; give each host a rank of its own"

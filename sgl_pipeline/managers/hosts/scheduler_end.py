@@ -17,20 +17,20 @@ MAX_MESSAGE_BYTES = 64 * 1024
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def desk_path(run_directory: str) -> str:
+def scheduler_end_path(run_directory: str) -> str:
     """The path at which the scheduler process meets the head process."""
-    return f"{run_directory}/cluster-desk"
+    return f"{run_directory}/scheduler-end"
 
 
 def listen_for_scheduler(
     run_directory: str, on_connection: Callable[[socket.socket], None]
 ) -> None:
-    """Opens the socket at `desk_path` and calls `on_connection` for each connection.
+    """Opens the socket at `scheduler_end_path` and calls `on_connection` for each connection.
 
     Must be called in the event loop.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(desk_path(run_directory))
+    listener.bind(scheduler_end_path(run_directory))
     listener.listen(1)
     listener.setblocking(False)
     asyncio.get_running_loop().add_reader(listener, lambda: on_connection(listener.accept()[0]))

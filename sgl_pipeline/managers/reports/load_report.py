@@ -1,7 +1,7 @@
 """Reports the server's load in `/v1/loads`, for routers and load balancers.
 
 The scheduler process writes a snapshot into a small file in the run directory, which upstream's
-TokenizerManager maps and reads (`entrance/http_front.py` tells it where). Upstream keeps its own
+TokenizerManager maps and reads (`entrance/http_front.py` has its path). Upstream keeps its own
 file in /dev/shm, where it outlives a server that was killed. A report never delays a step: it is
 written between steps, a few times a second.
 """

@@ -128,7 +128,7 @@ class Profiles:
         return None
 
     def _end_steps(self) -> None:
-        """With the last stage's recording."""
+        """Ends the count of steps when the last stage's recording has ended."""
         if self._steps is not None and not self._recording:
             self._traces.remove(self._steps)
             self._steps = None

@@ -76,7 +76,7 @@ class TierMetrics:
     def _publish_upstream(
         self, before: TierState, state: TierState, moves: dict[str, tuple[int, float]]
     ) -> None:
-        """Of a second in which pages came or went, the bandwidth histograms get the mean."""
+        """Notes the mean bandwidth of a second in which pages came or went."""
         upstream, labels = self._upstream, self._labels
         labels["storage_backend"] = state.backend or labels["storage_backend"]
         dropped = sum(_grown(before.dropped_tokens, state.dropped_tokens).values())

@@ -143,12 +143,12 @@ class RecoveryActions:
         """Tells the stages when there will be more or fewer of them, or when one goes to another
         worker."""
         before, record = self._launcher.stages, self._recovery.current
-        told = self._recovery.reform(now_s)
+        messages = self._recovery.reform(now_s)
         roster = self._launcher.roster
-        for worker, message in told:
+        for worker, message in messages:
             if isinstance(message, StageAssignment) and roster.worker_stage(worker) is None:
                 log_successor(message.stage, worker, roster.worker_of(message.stage))
-        self._launcher.tell(told)
+        self._launcher.tell(messages)
         if record is None and (record := self._recovery.current) is not None:
             for stage in record.stages:  # messages of its leaver no longer count
                 self.on_lost(stage)

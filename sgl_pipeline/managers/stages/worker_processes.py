@@ -57,7 +57,7 @@ class WorkerProcesses:
             process.close()
 
     def dismiss(self, worker: int) -> None:
-        """The process of `worker`, if it has one, has been told to end, and has some time for
+        """The process of `worker`, if it has one, was asked to end, and has some time for
         it."""
         process = self._watched.pop(worker, None)
         if process is not None:
@@ -73,7 +73,7 @@ class WorkerProcesses:
         ]
 
     def end_all(self) -> None:
-        """Waits a moment for all, which have been told to end, and kills the others."""
+        """Waits a moment for all, which were asked to end, and kills the others."""
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
         for process in (*self._watched.values(), *(one for one, _ in self._dismissed.values())):
             if not process.wait(max(0.0, deadline_s - time.monotonic())):

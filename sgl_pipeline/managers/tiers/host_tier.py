@@ -1,4 +1,4 @@
-"""The tier of a GPU's pool in host memory: the place that stages and scheduler are told."""
+"""The tier of a GPU's pool in host memory: the place that stages and scheduler use."""
 
 from sgl_pipeline.args import TierArgs
 from sgl_pipeline.args.store_config import StoreConfig

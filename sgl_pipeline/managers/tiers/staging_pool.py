@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = mmap.PAGESIZE
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """The least whole number of memory pages that hold so many bytes."""
+    """The size of the fewest whole memory pages that hold `num_bytes`."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -20,7 +20,7 @@ from sgl_pipeline.process_lifetime import die_with_parent
 
 
 def serve_storage(settings: StorageSettings, parent: socket.socket) -> None:
-    """Sets the backend up, tells `parent` that it is ready or why not, and serves."""
+    """Sets the backend up, reports to `parent` that it is ready or why not, and serves."""
     chunk_bytes = aligned_bytes(settings.object_bytes)
     try:
         pool = StagingPool(chunk_bytes, settings.max_clients * settings.chunks_each)

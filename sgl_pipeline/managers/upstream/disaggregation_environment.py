@@ -23,10 +23,10 @@ _HONORED = {*_TIMEOUTS.values(), _INTERVAL, _FAILURES, _FAILURE_PROBABILITY}
 
 
 def fields_of_environment() -> dict[str, float]:
-    """The fields that variables set. A peer is silent for as long as SGLang would let so many of
-    its heartbeats fail.
+    """The fields that variables set. `silence_s` is the time in which as many
+    heartbeats of a peer fail as SGLang allows.
 
-    Raises ConfigurationError for a value that is no such number.
+    Raises ConfigurationError for a value that is not such a number.
     """
     fields = {field: _number(name, 0.0) for field, name in _TIMEOUTS.items() if name in os.environ}
     if _INTERVAL in os.environ or _FAILURES in os.environ:

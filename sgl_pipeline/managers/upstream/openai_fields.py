@@ -215,6 +215,12 @@ RESPONSES = (
     Rule("text", "verbosity is not supported; say it in the prompt", _has_verbosity),
     Rule("prompt", "stored prompts are not supported; send input and instructions"),
     Rule("conversation", "conversations are not supported; use previous_response_id"),
+    # Upstream generates the whole answer, and then cannot write a reply that names no model.
+    Rule(
+        "model",
+        "is missing; send the served name, which /v1/models lists",
+        lambda body, features: body.model is None,
+    ),
 )
 OLLAMA_CHAT = (Rule("messages", _NO_MEDIA, _has_images),)
 OLLAMA_GENERATE = (Rule("images", _NO_MEDIA),)

@@ -57,7 +57,7 @@ def tell_role(record: Any, disaggregation: DisaggregationArgs) -> None:
 
 
 def tell_drafts(record: Any, draft_tokens: int) -> None:
-    """Tells upstream's front that requests have drafts of at most so many tokens: its answers then
+    """Tells upstream's front that requests have drafts of at most `draft_tokens`: its answers then
     count them (`spec_*` of `meta_info`).
 
     Args:

@@ -69,7 +69,7 @@ class KvPool:
 
     @property
     def device(self) -> torch.device:
-        """Of all pages."""
+        """The device of all pages."""
         return self._shapes[0].device
 
     @property
@@ -89,7 +89,7 @@ class KvPool:
 
     @property
     def padding_page(self) -> int:
-        """Its id."""
+        """The id of the padding page."""
         assert self._has_padding_page, "a pool without a padding page"
         return self.num_pages
 

@@ -57,7 +57,7 @@ class StatePool:
         return sum(one.recurrent.nbytes + one.conv.nbytes for one in every)
 
     def shape(self, layer: int) -> StateShape | None:
-        """Of the states of `layer`, whether it is here or not; None if it has none."""
+        """The shape of the states of `layer`, whether it is here or not; None if it has none."""
         return self._shapes[layer]
 
     def add_layer(self, layer: int) -> None:
@@ -126,6 +126,6 @@ class StepStates(NamedTuple):
 
     @classmethod
     def of(cls, inputs: StepInputs, pool: StatePool) -> "StepStates":
-        """For a step that `pool` has checked."""
+        """The states of a step that `pool` has checked."""
         assert inputs.states is not None
         return cls(inputs.states, pool)

@@ -135,8 +135,8 @@ class RecordedCalls:
 
 @dataclass(slots=True)
 class Lifetime:
-    """Of an intermediate result: the first and the last call with its address, the words that are
-    this address, and where it begins in the memory of one row."""
+    """An intermediate result: the first and the last call with its address, the words that are this
+    address, and where it begins in the memory of one row."""
 
     row_bytes: int
     first_call: int

@@ -50,11 +50,11 @@ class CompiledKernels:
         self._kernels = kernels
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-        """By our own product in bf16 if the machine has the instructions, else by torch's."""
+        """Our own product in bf16 if the machine has the instructions, else torch's."""
         return self._compiled(weight, bias) or torch_linear(weight, bias)
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-        """By one kernel where `linear` is ours."""
+        """One kernel where `linear` is ours."""
         compiled = self._compiled(weight, bias, is_gated=True)
         return compiled or GatedLinear(torch_linear(weight, bias), self.gate)
 

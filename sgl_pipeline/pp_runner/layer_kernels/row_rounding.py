@@ -39,7 +39,7 @@ class RowRounding(Protocol):
 
 
 class TorchRowRounding:
-    """By the definitions, in plain torch; for CPUs."""
+    """Rounds by the definitions, in plain torch; for CPUs."""
 
     def to_fp8(
         self, x: torch.Tensor, group_size: int, num_rows: int

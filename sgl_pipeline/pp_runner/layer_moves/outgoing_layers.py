@@ -29,7 +29,7 @@ from sgl_pipeline.wire.move_orders import RESTING_STEPS
 SMALL_PATCH_PAGES = 64
 # More rounds would not end either: steps write as fast as pages are copied, and where they take few
 # of the decodes, they leave the state of a request that runs alone and write it again. Pages and
-# states each have so many.
+# states have this many each.
 MAX_ROUNDS = 4
 # Parcels that are read at once: while one is sent the next one comes to the host.
 MAX_READING = 2

@@ -94,6 +94,6 @@ class PageRows:
 
 
 def _widest_unit(parts: Sequence[torch.Tensor]) -> torch.dtype:
-    """Of integers of which all rows of `parts` (uint8) are made up."""
+    """The widest integers of which all rows of `parts` (uint8) are made up."""
     units = torch.int64, torch.int32, torch.int16, torch.uint8
     return next(one for one in units if not any(part.shape[1] % one.itemsize for part in parts))

@@ -52,7 +52,7 @@ class ExecutorStream:
         self._send(encode(rows))
 
     def receive(self, layer: int, num_bytes: int) -> AttendedRows:
-        """Waits for the results of the rows that were sent, of so many bytes. Raises PeerLost."""
+        """Waits for the `num_bytes` of results of the rows that were sent. Raises PeerLost."""
         try:
             answer = read_answer(self._receive())
         except MalformedData as error:

@@ -29,7 +29,7 @@ from sgl_pipeline.wire.attention_messages import (
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class LeasedPages:
     """`pages` in the sequence of its tokens. Those before position `own_start` are read only; of
     the others each layer's hold the positions before `ends[layer]`."""
 
@@ -60,7 +60,7 @@ class _Part:
     their places in pages (`StepInputs.slots`) and the layout."""
 
     chunks: tuple[LeasedChunk, ...]
-    leases: tuple[Lease, ...]
+    leases: tuple[LeasedPages, ...]
     rows: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     layout: PagedLayout
@@ -90,7 +90,7 @@ class Leases:
         self._attention: LayerwiseAttention | None = None
         self._planned: _Part | None = None  # by `_attention`
         self._pages: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, LeasedPages] = {}
         # Guards all of the above, and the leases' pages.
         self._lock = threading.Lock()
         # Whoever wants the lock for an end holds it: the thread that attends does not come before.
@@ -116,7 +116,7 @@ class Leases:
     def lend(self, number: int, digest: str, pages: npt.NDArray[np.int32], first_own: int) -> None:
         """Lets peers attend over `pages`, and write those from `first_own` on."""
         page_size = self._shapes[0].page_size
-        lease = Lease(digest, pages, first_own * page_size, len(pages) * page_size)
+        lease = LeasedPages(digest, pages, first_own * page_size, len(pages) * page_size)
         with self._turn, self._lock:
             self._leases[number] = lease
 
@@ -214,7 +214,7 @@ class Leases:
 def _new_part(
     plan: PlanAttention,
     chunks: tuple[LeasedChunk, ...],
-    leases: tuple[Lease, ...],
+    leases: tuple[LeasedPages, ...],
     page_size: int,
 ) -> _Part:
     of_chunks = dict(zip(chunks, leases, strict=True))

@@ -91,7 +91,7 @@ class LayerTensors:
         return read_plain_stack(self._weights, scheme, f"{self._prefix}{name}", shape)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
-        """The tensor `name` [size], which is no weight and no bias of a module."""
+        """The tensor `name` [size], which is neither a weight nor a bias of a module."""
         return self._weights.read(f"{self._prefix}{name}", (size,))
 
     def exact_vector(self, name: str, size: int) -> torch.Tensor:

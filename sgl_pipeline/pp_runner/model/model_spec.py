@@ -318,7 +318,7 @@ def _expert_spec(fields: ConfigFields, family: Family) -> ExpertSpec:
 
 
 def _gate_clamp(fields: ConfigFields) -> GateClamp:
-    """By the fields and defaults of transformers' GptOssConfig."""
+    """The clamp by the fields and defaults of transformers' GptOssConfig."""
     return GateClamp(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
 
 

@@ -38,8 +38,8 @@ _OTHER_PARAMETERS = frozenset(
 
 
 class ContextLengths(NamedTuple):
-    """Of a model, in tokens: what is served unless `--context-length` says otherwise, and the most
-    that its rotary embedding is made for."""
+    """Tokens of a model: its context unless `--context-length` says otherwise, and the most that
+    its rotary embedding is made for."""
 
     default: int
     longest: int
@@ -81,9 +81,9 @@ class RopeConfig:
             raise ConfigurationError(f"config.json: rope_theta is {theta!r}, not a number above 1")
 
     def context_lengths(self) -> ContextLengths:
-        """Of this model. SGLang and vLLM stretch `max_position_embeddings` by the factor of
-        `linear` and `dynamic`, too; for YaRN this is vLLM's reading: configs are published with and
-        without the factor in `max_position_embeddings`."""
+        """SGLang and vLLM stretch `max_position_embeddings` by the factor of `linear` and
+        `dynamic`, too; for YaRN this is vLLM's reading: configs are published with and without the
+        factor in `max_position_embeddings`."""
         published = self._max_positions
         if self._kind == "linear":
             stretched = int(self._factor() * published)

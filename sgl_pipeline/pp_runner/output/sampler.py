@@ -186,7 +186,7 @@ def _slices(rows: list[int], vocab_size: int, num_candidates: int) -> Iterator[l
 
 
 class _Parameters(NamedTuple):
-    """Of each row, [S, 1] fp64. `top_p_mass` is in units of `_ONE`."""
+    """The parameters of each row, [S, 1] fp64. `top_p_mass` is in units of `_ONE`."""
 
     temperature: torch.Tensor
     min_p: torch.Tensor
@@ -275,7 +275,7 @@ def _ordered(probabilities: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 
 
 def _weights(probabilities: torch.Tensor) -> torch.Tensor:
-    """As integers, int64: what is below 2 ** -52 weighs nothing and is never drawn."""
+    """Probabilities as int64: what is below 2 ** -52 weighs nothing and is never drawn."""
     return (probabilities * _ONE).to(torch.int64)
 
 

@@ -132,7 +132,7 @@ class OfferedPages:
         page = offer.pages.get(request.hash_of(index))
         if page is None:
             name = request.hash_of(index).hex()
-            raise _NotReadable(Refused(f"page {name} is no part of offer {request.offer}"))
+            raise _NotReadable(Refused(f"page {name} is not part of offer {request.offer}"))
         held = self._held
         assert held is not None
         if layer not in held.layers:

@@ -223,7 +223,7 @@ class DummyWeights:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.loaded: dict[str, int] = {}
         self.dtype = dtype
-        self._device = device
+        self.device = device
 
     def has(self, name: str) -> bool:
         return False
@@ -235,11 +235,11 @@ class DummyWeights:
         raise NotImplementedError("weights that are made up have the shape that is asked for")
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self._device)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+            generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
             tensor.normal_(0.0, DUMMY_DEVIATION, generator=generator)
         self.loaded[name] = tensor.nbytes
         return tensor

@@ -55,8 +55,8 @@ def read_kv_scales(
 
 
 def _name(source: WeightSource, attention: str, kind: str) -> str:
-    """Of the scale of keys (`k`) or values (`v`): with the module, or with its projection, as other
-    tools write it."""
+    """The name of the scale of keys (`k`) or values (`v`): with the module, or with its projection,
+    as other tools write it."""
     own, of_projection = f"{attention}.{kind}_scale", f"{attention}.{kind}_proj.{kind}_scale"
     return of_projection if source.has(of_projection) else own
 

@@ -176,7 +176,7 @@ _READ_INT4: dict[Layout, Callable[[WeightSource, str, Shape, Int4Scheme], Int4We
 
 
 def _read_scales(source: WeightSource, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """In fp32; dimensions of 1 may be missing in the file."""
+    """Scales in fp32; dimensions of 1 may be missing in the file."""
     scales = source.read_as(name, shape, torch.float32)
     if not torch.isfinite(scales).all():
         raise CheckpointError(f"tensor {name} holds a scale that is not finite")

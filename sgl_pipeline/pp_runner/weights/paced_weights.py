@@ -1,49 +1,32 @@
 """The source of weights of a stage that serves while it loads: it pauses between tensors."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from sgl_pipeline.pp_runner.weights.checkpoint import WeightSource
+from sgl_pipeline.pp_runner.weights.wrapped_weights import WrappedWeights
 
 
-class PacedWeights:
+class PacedWeights(WrappedWeights):
     """The tensors of `source`, with a `pause` before each tensor, and after each part of one."""
 
     def __init__(self, source: WeightSource, pause: Callable[[], None]) -> None:
-        self._source = source
+        super().__init__(source)
         self._pause = pause
-        self.loaded = source.loaded
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._source.dtype
-
-    @property
-    def is_made_up(self) -> bool:
-        return self._source.is_made_up
-
-    def has(self, name: str) -> bool:
-        return self._source.has(name)
-
-    def names(self) -> Iterable[str]:
-        return self._source.names()
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        return self._source.shape_of(name)
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self._pause()
-        return self._source.read(name, shape)
+        return super().read(name, shape)
 
     def read_as(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self._pause()
-        return self._source.read_as(name, shape, dtype)
+        return super().read_as(name, shape, dtype)
 
     def read_parts(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> Iterator[torch.Tensor]:
         self._pause()
-        for part in self._source.read_parts(name, shape, dtype):
+        for part in super().read_parts(name, shape, dtype):
             yield part
             self._pause()

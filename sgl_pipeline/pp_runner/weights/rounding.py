@@ -27,7 +27,7 @@ _NUMBERS_AT_ONCE = 2**17
 
 
 def to_int8(matrix: torch.Tensor) -> Int8Weight:
-    """With a scale for each output, symmetric, ties to even."""
+    """Rounds with a scale for each output, symmetric, ties to even."""
     values = torch.empty_like(matrix, dtype=torch.int8)
     scales = matrix.new_empty(len(matrix), dtype=torch.float32)
     for part, rows in _parts(matrix):
@@ -37,7 +37,7 @@ def to_int8(matrix: torch.Tensor) -> Int8Weight:
 
 
 def to_fp8(matrix: torch.Tensor, group_size: int) -> Fp8Weight:
-    """With a scale for each output and group of inputs."""
+    """Rounds with a scale for each output and group of inputs."""
     outputs, inputs = matrix.shape
     values = torch.empty_like(matrix, dtype=FP8)
     scales = matrix.new_empty(outputs, -(-inputs // group_size), dtype=torch.float32)
@@ -50,7 +50,7 @@ def to_fp8(matrix: torch.Tensor, group_size: int) -> Fp8Weight:
 
 
 def to_int4(matrix: torch.Tensor, group_size: int) -> Int4Weight:
-    """With a scale for each output and group of inputs, symmetric about 8: from -7 to 7."""
+    """Rounds with a scale for each output and group of inputs, symmetric about 8: from -7 to 7."""
     outputs, inputs = matrix.shape
     packed = matrix.new_empty(outputs, inputs // 2, dtype=torch.uint8)
     scales = matrix.new_empty(outputs, inputs // group_size, dtype=torch.float32)
@@ -64,8 +64,8 @@ def to_int4(matrix: torch.Tensor, group_size: int) -> Int4Weight:
 
 
 def to_mxfp4(matrix: torch.Tensor) -> Mxfp4Weight:
-    """With the power of two, for each group of 32 inputs, that brings the largest into e2m1's
-    highest binade; larger ones than e2m1's become that (OCP Microscaling Formats 1.0, 6.3)."""
+    """Rounds with the power of two, for each group of 32 inputs, that brings the largest into
+    e2m1's highest binade; larger ones become its largest (OCP Microscaling Formats 1.0, 6.3)."""
     outputs, inputs = matrix.shape
     packed = matrix.new_empty(outputs, inputs // 2, dtype=torch.uint8)
     scales = matrix.new_empty(outputs, inputs // MXFP4_GROUP, dtype=torch.uint8)

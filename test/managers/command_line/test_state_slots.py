@@ -13,7 +13,7 @@ from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.managers.command_line import state_slots
 from sgl_pipeline.managers.command_line.server_args import parse_command_line
 from sgl_pipeline.managers.command_line.state_slots import (
-    HostLoad,
+    HeldBytes,
     host_loads,
     refuse_slots_without_states,
     settle_state_slots,
@@ -42,9 +42,9 @@ def options_of(**given: object) -> argparse.Namespace:
     return argparse.Namespace(**values | {"disable_radix_cache": False} | given)
 
 
-def of_hosts(*loads: tuple[int, int]) -> Callable[[], Sequence[HostLoad]]:
+def of_hosts(*loads: tuple[int, int]) -> Callable[[], Sequence[HeldBytes]]:
     """Bytes of a slot and of weights, of each host."""
-    return lambda: [HostLoad(*load) for load in loads]
+    return lambda: [HeldBytes(*load) for load in loads]
 
 
 @pytest.mark.parametrize("disabled", [False, True])

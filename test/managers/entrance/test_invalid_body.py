@@ -154,7 +154,7 @@ def test_what_is_not_json_is_said_to_be_none(
 @pytest.mark.parametrize(
     ("path", "body", "form"),
     [
-        ("/v1/responses", {"input": 7}, lambda reply: reply["error"]["message"]),
+        ("/v1/responses", {"model": "m", "input": 7}, lambda reply: reply["error"]["message"]),
         ("/v1/messages", HELLO | {"model": "m"}, lambda reply: reply["error"]["message"]),
         ("/api/generate", {"model": "m"}, lambda reply: reply["error"]),
     ],

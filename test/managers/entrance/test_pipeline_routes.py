@@ -22,15 +22,15 @@ from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels import operator_channel
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    DeskAnswer,
-    DeskSocket,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorSocket,
     ShowPlan,
     ShowThrottle,
     UndoMove,
     UndoThrottle,
-    desk_address,
+    operator_address,
 )
 from sgl_pipeline.managers.entrance import pipeline_routes
 from sgl_pipeline.managers.entrance.pipeline_routes import PlanChange, add_pipeline_routes
@@ -48,9 +48,9 @@ class Scheduler:
 
     def __init__(self, address: str) -> None:
         self.asked: list[Any] = []
-        self.answer: DeskAnswer | None = DeskAnswer(200, b'{"layer_counts":[3,1]}')
+        self.answer: OperatorAnswer | None = OperatorAnswer(200, b'{"layer_counts":[3,1]}')
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = DeskSocket(self._context, address)
+        self._socket = OperatorSocket(self._context, address)
         self.is_open = threading.Event()
         self.is_open.set()
         self._is_over = threading.Event()
@@ -79,7 +79,7 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
-    scheduler = Scheduler(desk_address(str(tmp_path)))
+    scheduler = Scheduler(operator_address(str(tmp_path)))
     yield scheduler
     scheduler.close()
 
@@ -88,7 +88,7 @@ def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
 def app(tmp_path: Path) -> FastAPI:
     """As `launch_server.py` puts it together, before upstream adds the keys."""
     app = FastAPI()
-    add_pipeline_routes(app, desk_address(str(tmp_path)), move_timeout_s=60.0)
+    add_pipeline_routes(app, operator_address(str(tmp_path)), move_timeout_s=60.0)
     features = ServedFeatures(parses_tool_calls=False, has_completion_template=False)
     app.state.is_stopping = False
     guard_routes(app, CONTEXT_LENGTH, features, is_stopping=lambda: app.state.is_stopping)
@@ -106,7 +106,7 @@ def test_an_answer_is_handed_on_with_its_status(client: TestClient, scheduler: S
     reply = client.get("/pipeline/plan")
     assert (reply.status_code, reply.json()) == (200, {"layer_counts": [3, 1]})
     assert reply.headers["content-type"] == "application/json"
-    scheduler.answer = DeskAnswer(409, b'{"error":{"message":"layers move"}}')
+    scheduler.answer = OperatorAnswer(409, b'{"error":{"message":"layers move"}}')
     reply = client.post("/pipeline/plan", json={"layer_counts": [3, 1]})
     assert (reply.status_code, reply.json()) == (409, {"error": {"message": "layers move"}})
 
@@ -222,7 +222,7 @@ def test_a_move_may_take_as_long_as_stages_may_and_its_switch(
     scheduler.answer = None
     monkeypatch.setattr(pipeline_routes, "SWITCH_TIMEOUT_S", 0.05)
     app = FastAPI()
-    add_pipeline_routes(app, desk_address(str(tmp_path)), move_timeout_s=0.2)
+    add_pipeline_routes(app, operator_address(str(tmp_path)), move_timeout_s=0.2)
     with TestClient(app) as client:
         reply = client.post("/pipeline/plan", json={"undo": True})
     assert reply.status_code == 504
@@ -324,7 +324,7 @@ def test_plan_and_knobs_are_the_admins_and_what_is_asked_names_the_key(
     opens: set[Any],
 ) -> None:
     app = FastAPI()
-    add_pipeline_routes(app, desk_address(str(tmp_path)), 60.0, ServerKeys(api_key, admin_key))
+    add_pipeline_routes(app, operator_address(str(tmp_path)), 60.0, ServerKeys(api_key, admin_key))
     if api_key or admin_key:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_key)
     with TestClient(app, raise_server_exceptions=False) as client:

@@ -16,10 +16,10 @@ from support.served_steps import ServedSteps, decode_step, flat_costs, mixed_ste
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.channels.operator_channel import (
     ChangeThrottle,
-    DeskAnswer,
-    DeskSocket,
     ExplainRequest,
     MoveLayers,
+    OperatorAnswer,
+    OperatorSocket,
     Question,
     ShowPlan,
     ShowThrottle,
@@ -51,7 +51,7 @@ class Operator:
 
     def answer(self) -> tuple[int, Any]:
         assert self.socket.poll(WAIT_MS), "no answer has come"
-        answer = msgspec.msgpack.decode(self.socket.recv(), type=DeskAnswer)
+        answer = msgspec.msgpack.decode(self.socket.recv(), type=OperatorAnswer)
         return answer.status, msgspec.json.decode(answer.body)
 
     @property
@@ -80,7 +80,7 @@ class Office:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.core = core
         self.grammars = Held()
-        socket = DeskSocket(self.context, ADDRESS)
+        socket = OperatorSocket(self.context, ADDRESS)
         self.desk = OperatorReplies(socket, core, self.grammars, compile_seconds=7.5)
         self.now_s = 100.0
         self.operators = [Operator(self.context) for _ in range(8)]

@@ -67,7 +67,7 @@ def test_a_health_check_needs_no_peer(mode: Mode) -> None:
         ({"bootstrap_room": -1}, "bootstrap_room must be between 0 and"),
         ({"bootstrap_room": 2**63}, "bootstrap_room must be between 0 and"),
         ({"bootstrap_room": 1.5}, "bootstrap_room must be .* got 1.5"),
-        ({"disagg_prefill_dp_rank": 1}, "disagg_prefill_dp_rank: 1 is no rank"),
+        ({"disagg_prefill_dp_rank": 1}, "disagg_prefill_dp_rank: 1 is not a rank"),
     ],
 )
 def test_fields_that_make_no_room_are_refused_by_name(fields: dict[str, Any], named: str) -> None:

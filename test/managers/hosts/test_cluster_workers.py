@@ -26,7 +26,7 @@ from sgl_pipeline.cluster.host_messages import (
 )
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.managers.hosts.cluster_workers import ClusterWorkers
-from sgl_pipeline.managers.hosts.scheduler_end import desk_path
+from sgl_pipeline.managers.hosts.scheduler_end import scheduler_end_path
 from sgl_pipeline.pipeline.worker_source import StartedWorker
 
 HELLO = HostHello(
@@ -65,7 +65,7 @@ class Source:
         cluster = ClusterArgs(num_hosts=2, head_address="h:1")
         args = PipelineArgs(stages=stages, cluster=cluster, run_directory=os.fspath(directory))
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(desk_path(os.fspath(directory)))
+        listener.bind(scheduler_end_path(os.fspath(directory)))
         listener.listen(1)
         self.local = LocalWorkers()
         self.workers = ClusterWorkers(args, self.local)  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_no_table_names_what_no_model_has() -> None:
 
 
 def why(path: str, features: ServedFeatures = ALL_BUILT, **fields: Any) -> str | None:
-    return refusal(path, json.dumps(fields).encode(), features)
+    return refusal(path, json.dumps({"model": "m"} | fields).encode(), features)
 
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
@@ -155,6 +155,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"text": {"verbosity": "high"}}),
     (RESPONSES, {"prompt": {"id": "p"}}),
     (RESPONSES, {"conversation": "c"}),
+    (RESPONSES, {"model": None}),
 ]
 
 
@@ -197,7 +198,7 @@ def test_every_rule_is_tried() -> None:
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        *((path, dict.fromkeys(refused_fields(path))) for path in MODELS),
+        *((path, dict.fromkeys(refused_fields(path) - {"model"})) for path in MODELS),
         (COMPLETIONS, {"best_of": 1, "suffix": "", "return_spec_tokens_details": True}),
         (COMPLETIONS, {"logit_bias": {"5": 1}}),
         (COMPLETIONS, {"best_of": 2, "n": 2}),

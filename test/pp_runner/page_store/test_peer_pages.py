@@ -150,7 +150,7 @@ def test_a_page_that_is_no_part_of_the_offer_ends_the_load_behind_the_good_prefi
     offering.offer(5, PAGES[2:], NUMBERS[2:])
     (report,) = reading.load(4, TARGETS, NUMBERS)
     assert (report.num_pages, report.is_broken) == (2, False)
-    assert "peer P" in report.message and "is no part of offer 4" in report.message
+    assert "peer P" in report.message and "is not part of offer 4" in report.message
     assert_equal(reading, offering, TARGETS[:2], PAGES[:2])
     # The next one dials again.
     assert reading.load(5, TARGETS[2:], NUMBERS[2:])[0].message == ""

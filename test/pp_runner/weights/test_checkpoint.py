@@ -105,7 +105,7 @@ def test_an_index_that_names_an_absent_tensor_is_an_error(sharded):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_faulty_index_is_named(tmp_path, text):
     (tmp_path / INDEX_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json is no index"):
+    with pytest.raises(CheckpointError, match=r"index\.json is not an index"):
         Checkpoint(tmp_path, torch.float32, CPU)
 
 

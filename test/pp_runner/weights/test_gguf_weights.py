@@ -126,5 +126,5 @@ def test_a_tensor_beyond_the_files_end_is_a_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"size": 1, "mtime_ns": 2, "tensors": {"t": 3}}'])
 def test_a_faulty_index_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=r"gguf_index\.json is no index"):
+    with pytest.raises(CheckpointError, match=r"gguf_index\.json is not an index"):
         weight_opener(tmp_path, "gguf", torch.float32, CPU)

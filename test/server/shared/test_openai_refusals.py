@@ -45,6 +45,7 @@ _CHAT = _BOTH | {
 _RESPONSES = {
     "session_id": ({"session_id": "s"}, "sessions"),
     "another model": ({"model": "other"}, "does not exist"),
+    "no model": ({"model": None}, "/v1/models"),
     "a store that is off": ({"previous_response_id": "resp_1"}, "--enable-response-store"),
     "the background": ({"background": True}, "--enable-response-store"),
 }

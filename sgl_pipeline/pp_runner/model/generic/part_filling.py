@@ -45,7 +45,7 @@ def fill(module: nn.Module, prefix: str, reader: TensorReader) -> nn.Module:
 
 
 def _replacement(module: nn.Module, prefix: str, reader: TensorReader) -> nn.Module | None:
-    """Of a module whose matrices our kernels keep; None for any other."""
+    """The replacement of a module whose matrices our kernels keep; None for any other."""
     if type(module) is nn.Linear:
         linear = reader.linear(module, prefix)
         return RowLinear(linear, module.out_features)

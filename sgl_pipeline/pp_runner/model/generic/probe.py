@@ -83,7 +83,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def _tensor_names(directory: Path) -> Iterable[str]:
-    """Of the checkpoint; none if there is only a config, as for made-up weights."""
+    """The tensors of the checkpoint; none if there is only a config, as for made-up weights."""
     try:
         return tensor_files(directory)
     except CheckpointError:

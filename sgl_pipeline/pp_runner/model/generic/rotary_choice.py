@@ -19,7 +19,7 @@ _HELD = "held"  # a type whose frequencies transformers leaves alone
 
 
 def context_lengths(text_config: Any) -> ContextLengths:
-    """Of a model, by transformers' config of it.
+    """The context lengths of a model, by transformers' config of it.
 
     Raises UnsupportedModelError where it does not say how long a context may be.
     """

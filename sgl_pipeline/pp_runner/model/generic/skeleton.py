@@ -75,7 +75,7 @@ class Skeleton:
         return self._name_of(self.embedding)
 
     def layer_prefix(self, layer: int) -> str:
-        """Of the names of the layer's parameters."""
+        """The prefix of the names of the layer's parameters."""
         return f"{self.name}.layers.{layer}."
 
     def copy_of(self, template: nn.Module) -> nn.Module:
@@ -200,7 +200,7 @@ def _model_of(config: Any, dtype: torch.dtype, attention: str) -> PreTrainedMode
 
 
 def _keep_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """As transformers does for parameters that its models list."""
+    """Keeps the parameters in fp32 that transformers' models list for it."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return

@@ -47,7 +47,7 @@ class GenericSpec(ModelSpec):
         return (self.kinds[layer],)
 
     def to_json(self) -> str:
-        """For `from_json`."""
+        """JSON that `from_json` reads."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         del values["quantization"]  # follows from the config
         values["attentions"] = [asdict(attention) for attention in self.attentions]
