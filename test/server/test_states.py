@@ -84,6 +84,19 @@ def generate(server: LiveServer, ids: list[int], count: int = 8) -> tuple[list[i
     return answer["output_ids"], answer["meta_info"]["cached_tokens"]
 
 
+def test_server_info_tells_the_interval_the_slots_and_the_bytes_of_a_state(
+    server: LiveServer,
+) -> None:
+    info = requests.get(f"{server.url}/server_info", timeout=30).json()
+    for facts in (info, server.facts()):
+        assert facts["mamba_track_interval"] == TRACK_INTERVAL
+        assert facts["max_mamba_cache_size"] == SLOTS
+    # 4 heads of 16 x 16 in fp32, and 3 inputs of 2 * 2 * 16 + 4 * 16 channels; six layers of eight.
+    state_bytes = 4 * 16 * 16 * 4 + 3 * 128 * 4
+    facts = server.facts()
+    assert (facts["state_bytes_of_layer"], facts["state_bytes"]) == (state_bytes, 6 * state_bytes)
+
+
 def test_a_shared_prefix_is_computed_once(server: LiveServer, model: Path) -> None:
     flush(server)
     prefix = [(11 * place) % 250 + 3 for place in range(24)]
