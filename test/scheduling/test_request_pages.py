@@ -31,3 +31,21 @@ def test_a_request_that_has_passed_a_node_does_not_prefill_it_any_more() -> None
     assert pages.prefilling(path) is second
     pages.end_prefill(second)
     assert pages.prefilling(path) is None
+
+
+def test_a_request_that_may_begin_below_waits_for_no_prefill_above() -> None:
+    """Another one with its prefix has ended meanwhile, and has left a snapshot."""
+    tree, slots = RadixTree(1), StateSlots(2)
+    demand = SnapshotDemand(tree)
+    storage = SnapshotStorage(tree, demand, slots)
+    waiting, path = make_request("a", [1, 2, 3, 4, 5]), demand.want([1, 2, 3, 4])
+    claimed = demand.want([1, 2])
+    demand.claim(claimed)
+    assert demand.claimed_node(path) is claimed
+    demand.park(waiting, claimed)
+    node = storage.insert(tree.root, [1, 2, 3], [0, 1, 2]).node
+    assert demand.take_unparked() == []
+    slot = slots.take_free()
+    assert slot is not None
+    storage.attach(node, slot)
+    assert demand.take_unparked() == [waiting] and demand.claimed_node(path) is None
