@@ -125,7 +125,10 @@ class SchedulingArgs:
 
     @property
     def snapshot_interval(self) -> int:
-        """Tokens between the places where a decode leaves a snapshot; 0: it leaves none."""
+        """Tokens between the places where a decode leaves a snapshot; 0: it leaves none, as without
+        states or without the cache."""
+        if not (self.num_state_slots and self.radix_cache):
+            return 0
         if self.track_interval is not None:
             return self.track_interval
         return -(-TRACK_INTERVAL // self.page_size) * self.page_size

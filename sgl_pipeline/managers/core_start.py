@@ -20,6 +20,7 @@ from sgl_pipeline.pipeline.pipeline_core import PipelineCore
 from sgl_pipeline.pipeline.recovery import StageRecovery
 from sgl_pipeline.pipeline.stage_watch import StageWatch
 from sgl_pipeline.pipeline.throttle_control import ThrottleControl
+from sgl_pipeline.pp_runner.base.state_shape import slot_bytes_of_layers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.scheduling import RecoveryLog, StepScheduler
 from sgl_pipeline.stage_plan import StagePlan
@@ -51,9 +52,7 @@ def build_core(
         learns=args.stages.device == "cpu",
         layer_windows=[attention.window for attention in spec.attentions],
     )
-    state_bytes = [
-        0 if one is None else one.bytes_per_slot(args.stages.dtype) for one in spec.states
-    ]
+    state_bytes = slot_bytes_of_layers(spec.states, args.stages.dtype)
     migration = _migration(args.migration, capacity.plan, forecast, steps, state_bytes)
     throttle = ThrottleControl(
         steps, args.throttle, args.scheduling.accounting, args.most_prefill_tokens

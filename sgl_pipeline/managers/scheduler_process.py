@@ -51,6 +51,7 @@ from sgl_pipeline.managers.tiers.tier_driver import TierDriver
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.pipeline.pipeline_capacity import PipelineCapacity
 from sgl_pipeline.pipeline.worker_source import WorkerSource
+from sgl_pipeline.pp_runner.base.state_shape import slot_bytes_of_layers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 from sgl_pipeline.pp_runner.stage_spec import stage_spec
 from sgl_pipeline.records.chrome_trace import ChromeTraceWriter
@@ -132,7 +133,7 @@ def _serve(
         stack.callback(launcher.stop)
         stack.callback(grammars.close)
         capacity = launcher.start()
-        facts = _log_start(args, capacity)
+        facts = _log_start(args, model.spec, capacity)
         core = build_core(args, model.spec, model.limits, capacity, predictor)
         loads = LoadReport(
             loads_path(args.run_directory), args.scheduling, capacity, args.disaggregation.mode
@@ -207,9 +208,10 @@ def _launcher(
     )
 
 
-def _log_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
+def _log_start(args: PipelineArgs, spec: ModelSpec, capacity: PipelineCapacity) -> dict[str, Any]:
     """The facts of the start, for `/server_info` and the live page as well."""
-    facts = describe_start(args, capacity)
+    state_bytes = slot_bytes_of_layers(spec.states, args.stages.dtype)
+    facts = describe_start(args, capacity, state_bytes)
     logger.info("%s", summarize_start(facts))
     logger.debug("pipeline ready: %s", facts)
     return facts
@@ -353,4 +355,6 @@ def _ready_message(
         "chunked_prefill_size": args.throttle.prefill_limit,
         "device": args.stages.device,
         "enable_hierarchical_cache": args.tiers.enabled,
+        "max_mamba_cache_size": capacity.num_state_slots or None,
+        "mamba_track_interval": args.scheduling.snapshot_interval,
     }

@@ -1,12 +1,31 @@
 """The price of layer moves, in seconds of the pipeline's time, learned from the moves.
 
 A layer costs the same whichever it is, for its weights and pages, and one with states for each byte
-that its slots hold besides. Pure.
+that its slots hold besides. Either price is the median of the one at the start and those of the
+last moves, and between two the lower one: a price that is too low is put right by the move that
+follows, one that is too high by none. Pure.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from sgl_pipeline.migration.planner_args import PlannerArgs
+
+# The moves that count.
+LAST_MOVES = 5
+# Of fewer bytes the time of a move tells less of a byte: they may have waited for something else,
+# as a long step of the target. A host copies so many in about 60 ms.
+MANY_BYTES = 64 * 2**20
+
+
+class _Move(NamedTuple):
+    """A move that has cost `cost_s`, with `state_bytes` in use in its layers."""
+
+    num_layers: int
+    state_bytes: int
+    cost_s: float
 
 
 class MovePrices:
@@ -23,18 +42,23 @@ class MovePrices:
         state_bytes: Sequence[int] = (),
         count_slots: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._move_s = args.move_price_s
+        self._args = args
         self._layer_s = args.layer_price_s
         self._state_byte_s = args.state_byte_price_s
         self._state_bytes = tuple(state_bytes)
         self._count_slots = count_slots
         self._are_free = args.layer_price_s == 0.0
+        self._moves: deque[_Move] = deque(maxlen=LAST_MOVES)
+        # The price of a byte by the last moves that had any, and how much they tell of it.
+        self._bytes_s: deque[tuple[float, int]] = deque(maxlen=LAST_MOVES)
 
     def of(self, layers: Sequence[int]) -> float:
         """The price of moving these layers now."""
+        move_s = self._args.move_price_s
         if self._are_free:
-            return self._move_s
-        return self._move_s + len(layers) * self._layer_s + self._states_s(layers)
+            return move_s
+        states_s = self._bytes_in_use(layers) * self._state_byte_s
+        return move_s + len(layers) * self._layer_s + states_s
 
     def learn(
         self, layers: Sequence[int], *, stalled_s: float, shared_s: float, patched_bytes: int
@@ -43,19 +67,34 @@ class MovePrices:
         waited longest, for the `patched_bytes` that all stages sent at the switch, and stages
         worked `shared_s` for the move before that.
 
-        The same move would cost now what it has cost and no more: of few patched bytes each may
-        have waited for something else, as a long step of the target.
+        A byte took no longer than steps waited for one, and all in use no longer than the move. The
+        rest is the layers' own.
         """
-        if self._are_free:
-            return
         cost_s = stalled_s + shared_s
-        state_bytes = self._count_slots() * self._bytes_per_slot(layers)
-        if state_bytes and patched_bytes:
-            self._state_byte_s = min(stalled_s / patched_bytes, cost_s / state_bytes)
-        self._layer_s = max(0.0, cost_s - self._states_s(layers)) / len(layers)
+        state_bytes = self._bytes_in_use(layers)
+        if state_bytes:
+            most_s = stalled_s / patched_bytes if patched_bytes else float("inf")
+            byte_s = min(cost_s / state_bytes, most_s)
+            self._bytes_s.append((byte_s, min(state_bytes, MANY_BYTES)))
+        self._moves.append(_Move(len(layers), state_bytes, cost_s))
+        at_start = self._args.state_byte_price_s, MANY_BYTES
+        self._state_byte_s = _lower_median([at_start, *self._bytes_s])
+        layers_s = [(self._layer_price(one), 1) for one in self._moves]
+        self._layer_s = _lower_median([(self._args.layer_price_s, 1), *layers_s])
 
-    def _states_s(self, layers: Sequence[int]) -> float:
-        return self._count_slots() * self._bytes_per_slot(layers) * self._state_byte_s
+    def _layer_price(self, move: _Move) -> float:
+        """The price of each layer of `move`, without its states."""
+        return max(0.0, move.cost_s - move.state_bytes * self._state_byte_s) / move.num_layers
 
-    def _bytes_per_slot(self, layers: Sequence[int]) -> int:
-        return sum(self._state_bytes[layer] for layer in layers) if self._state_bytes else 0
+    def _bytes_in_use(self, layers: Sequence[int]) -> int:
+        """Bytes of these layers in the state slots that hold anything."""
+        per_slot = sum(self._state_bytes[layer] for layer in layers) if self._state_bytes else 0
+        return self._count_slots() * per_slot
+
+
+def _lower_median(weighted: list[tuple[float, int]]) -> float:
+    """The least of some values such that those up to it have half of the weight of all."""
+    ordered = sorted(weighted)
+    sums = accumulate(weight for _, weight in ordered)
+    half = sum(weight for _, weight in ordered) / 2
+    return next(value for (value, _), up_to in zip(ordered, sums, strict=True) if up_to >= half)

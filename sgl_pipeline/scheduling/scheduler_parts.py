@@ -33,6 +33,7 @@ from sgl_pipeline.scheduling.request_limits import RequestLimits
 from sgl_pipeline.scheduling.request_pages import RequestPages
 from sgl_pipeline.scheduling.running_requests import RunningRequests
 from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
+from sgl_pipeline.scheduling.snapshot_slots import SnapshotSlots
 from sgl_pipeline.scheduling.snapshot_storage import SnapshotStorage
 from sgl_pipeline.scheduling.state_slots import StateSlots
 from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
@@ -143,6 +144,6 @@ def _demand_and_pages(
         return demand, RequestPages(pool, RadixStorage(tree, demand), demand, slots)
     snapshot_demand = SnapshotDemand(tree)
     storage = SnapshotStorage(tree, snapshot_demand, slots)
-    interval = args.snapshot_interval
-    snapshots = StateSnapshots(slots, storage, snapshot_demand, pool.free, interval)
+    giving = SnapshotSlots(slots, storage, pool.free)
+    snapshots = StateSnapshots(slots, giving, storage, snapshot_demand, args.snapshot_interval)
     return snapshot_demand, RequestPages(pool, storage, snapshot_demand, slots, snapshots)

@@ -89,8 +89,11 @@ class SnapshotDemand(RadixDemand):
             node = parent
 
     def _walk_up(self, node: RadixNode, missing: int, pending: int) -> None:
-        """Adds to the counts of `node` and the nodes above, as far as these pass on."""
+        """Adds to the counts of `node` and the nodes above, as far as these pass on. Requests that
+        are parked there may begin below, where fewer lack a snapshot than before."""
         while node.parent is not None and (missing or pending):
+            if missing < 0:
+                self._unpark(node)
             before = self._leave_sums(node)
             node.num_missing += missing
             node.num_pending += pending

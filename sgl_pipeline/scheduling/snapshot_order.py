@@ -5,6 +5,9 @@ from collections.abc import Iterator
 
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 
+# Snapshots that one search passes over because waiting requests want them, or readers begin there.
+MAX_PASSED = 64
+
 
 class SnapshotOrder:
     """The nodes with a snapshot: those that one longer prefix alone continues, then the least
@@ -69,18 +72,15 @@ class SnapshotOrder:
         return next(node for node in self._nodes if node not in self._num_readers)
 
     def first_unwanted(self) -> RadixNode | None:
-        """The first that no waiting request would begin with; None if there is none. To be passed
-        over counts as a use, so that it does not happen again at once."""
-        passed: list[RadixNode] = []
-        for node in self._nodes:
+        """The first that no waiting request would begin with; None if it would be passed over as
+        the first `MAX_PASSED` are. That counts as a use, so that it does not happen again at once.
+        """
+        for _ in range(min(MAX_PASSED, len(self._nodes))):
+            node = next(iter(self._nodes))
             if node not in self._num_readers and not node.num_missing:
-                break
-            passed.append(node)
-        else:
-            return None
-        for one in passed:
-            self.use(one)
-        return node
+                return node
+            self.use(node)
+        return None
 
     def check(self) -> None:
         """Asserts that pinned snapshots are there."""

@@ -30,7 +30,7 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.source: SlotSource | None = None
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = _free_slots(num_slots)
 
     @property
     def num_free(self) -> int:
@@ -60,7 +60,7 @@ class StateSlots:
         assert self.num_slots > 0 and num_slots > 0, "slots neither begin nor end with a resize"
         assert not self.in_use(), "state slots are in use"
         self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free = _free_slots(num_slots)
 
     def give(self, request: Request) -> None:
         """Gives an admitted request its slot; the caller makes sure that not all are taken."""
@@ -69,7 +69,7 @@ class StateSlots:
             if not self._free:
                 assert self.source is not None, "all state slots are taken"
                 self.source.evict()
-            request.state_slot = self._free.pop()
+            request.state_slot, _ = self._free.popitem()
 
     def take_back(self, request: Request) -> None:
         """Takes back the slot of a request without steps in flight, if it has one."""
@@ -79,12 +79,12 @@ class StateSlots:
 
     def take_free(self) -> int | None:
         """A free slot for a snapshot; None if there is none."""
-        return self._free.pop() if self._free else None
+        return self._free.popitem()[0] if self._free else None
 
     def put_back(self, slot: int) -> None:
         """Takes back a slot that no step will read any more."""
         assert slot not in self._free, "a state slot was freed twice"
-        self._free.append(slot)
+        self._free[slot] = None
 
     def check_owners(self, holders: Iterable[Request], snapshots: Iterable[int] = ()) -> None:
         """Asserts that each slot is free, one of `snapshots`, or owned by exactly one of `holders`,
@@ -93,3 +93,8 @@ class StateSlots:
             slots = [*self._free, *snapshots, *(one.state_slot for one in holders)]
             assert len(slots) == self.num_slots, f"{len(slots)} of {self.num_slots} state slots"
             assert set(slots) == set(range(self.num_slots)), f"state slots: {slots}"
+
+
+def _free_slots(num_slots: int) -> dict[int, None]:
+    """All of them, as an ordered set, of which the last one is given out next."""
+    return dict.fromkeys(range(num_slots - 1, -1, -1))

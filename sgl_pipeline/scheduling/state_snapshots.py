@@ -15,13 +15,14 @@ request ends, its pages up to there go to the tree with it; or, where the reques
 after whole pages, the pages up to its last token with that, and the snapshot before it is freed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sgl_pipeline.microbatch import StateSnapshot
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.radix_tree import RadixNode
 from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
+from sgl_pipeline.scheduling.snapshot_slots import SnapshotSlots
 from sgl_pipeline.scheduling.snapshot_storage import SnapshotStorage
 from sgl_pipeline.scheduling.state_slots import StateSlots
 
@@ -41,59 +42,33 @@ class _Progress:
 
 class StateSnapshots:
     """The snapshots of running requests in `slots`, and the nodes of `storage` that keep theirs;
-    `free_pages` takes pages back that are lost with a snapshot. Decodes leave snapshots after
-    multiples of `interval` tokens; 0: they leave none."""
+    `giving` says which gives way. Decodes leave snapshots after multiples of `interval` tokens;
+    0: they leave none."""
 
     def __init__(
         self,
         slots: StateSlots,
+        giving: SnapshotSlots,
         storage: SnapshotStorage,
         demand: SnapshotDemand,
-        free_pages: Callable[[list[int]], None],
         interval: int,
     ) -> None:
         self.interval = interval
         self._slots = slots
+        self._giving = giving
         self._demand = demand
         self._storage = storage
         self._order = storage.snapshots
-        self._free_pages = free_pages
         self._running: dict[Request, _Progress] = {}
         # The step that is being put together begins with them, and is not to write their slots.
         self._read: list[RadixNode] = []
-        # Slots of the snapshots that are held, and who holds them, the oldest first; apart from
-        # them those that were left in the step that is being put together, which reads them.
-        self._holders: dict[int, Request] = {}
-        self._left: dict[int, Request] = {}
-        slots.source = self
-
-    @property
-    def num_evictable(self) -> int:
-        return self._order.num_evictable + len(self._holders)
-
-    def evict(self) -> None:
-        """Frees the slot of the least recently used snapshot that no waiting request wants, else of
-        one that is held, else of one that is wanted."""
-        node = self._order.first_unwanted()
-        if node is None and self._holders:
-            slot, holder = next(iter(self._holders.items()))
-            held = self._running[holder].held
-            held.remove(next(one for one in held if one.slot == slot))
-            self._slots.put_back(self._let_go(slot))
-            return
-        self._drop(self._order.first() if node is None else node)
-
-    def _drop(self, node: RadixNode) -> None:
-        self._slots.put_back(self._storage.detach(node))
-        self._free_pages(self._storage.drop_useless(node))
 
     def end_step(self) -> None:
         """A step has its chunks: the next one may write to the slots that they read."""
         for node in self._read:
             self._order.unpin(node)
         self._read.clear()
-        self._holders.update(self._left)
-        self._left.clear()
+        self._giving.end_step()
 
     def open(self, request: Request, path: RadixNode, hit: RadixNode) -> None:
         """Gives an admitted request its slot. It goes on behind `hit`, which is locked."""
@@ -103,7 +78,7 @@ class StateSnapshots:
         if hit.parent is None:
             self._slots.give(request)
             return
-        is_last = not self._slots.num_free and self.num_evictable == 1
+        is_last = not self._slots.num_free and self._slots.num_evictable == 1
         if is_last and not self._order.is_pinned(hit):
             # No other slot is available: the snapshot becomes the request's own state.
             request.state_slot = self._storage.detach(hit)
@@ -130,7 +105,7 @@ class StateSnapshots:
             progress.source = None
         snapshots = []
         for node in self._places(progress, path, above, start, end):
-            if (slot := self._take()) is None:
+            if (slot := self._giving.take()) is None:
                 break
             snapshots.append(StateSnapshot(node.end, slot))
         snapshots.sort(key=lambda one: one.num_tokens)
@@ -162,25 +137,15 @@ class StateSnapshots:
         held, source = self._running[request].held, request.state_slot
         slot: int | None
         if held and held[-1].num_tokens >= request.prefill_end:
-            slot = self._let_go(held.pop().slot)
+            slot = self._giving.let_go(held, held[-1])
         else:
-            if not self._slots.num_free:
-                self._order.give_up_first(cached, 0)
-            slot = self._take()
+            slot = self._giving.take_after(cached)
         if slot is None:
             return None
         assert source is not None
-        held.append(StateSnapshot(request.num_computed, source))
-        self._left[source] = request
+        self._giving.leave(held, StateSnapshot(request.num_computed, source))
         request.state_slot = slot
         return source
-
-    def _take(self) -> int | None:
-        """A slot for a snapshot: a free one, or that of a snapshot in the tree that no waiting
-        request wants."""
-        if not self._slots.num_free and (node := self._order.first_unwanted()) is not None:
-            self._drop(node)
-        return self._slots.take_free()
 
     def advance(self, path: RadixNode, above: RadixNode, num_tokens: int) -> RadixNode:
         """The first `num_tokens` tokens of the request that has claimed `path` below `above` have
@@ -192,23 +157,24 @@ class StateSnapshots:
         whose pages are of use with the snapshots that it holds."""
         progress = self._running[request]
         while progress.in_flight and progress.in_flight[0].num_tokens <= request.num_computed:
-            self._hold(request, progress.in_flight.pop(0))
+            self._giving.hold(progress.held, progress.in_flight.pop(0))
         return progress.held[-1].num_tokens if progress.held else 0
 
     def settle(self, request: Request) -> int:
         """As `come_back`, for a request without a step in flight that gives its slot back: its own
         state is a snapshot too, if it is one after whole pages."""
         num_held, num_tokens = self.come_back(request), request.num_computed
+        progress = self._running[request]
         # What began with a snapshot has a state of its own since its first chunk. Stages may have
         # run a step that was taken back, so that the state is ahead. Of a request that has ended
         # `num_scheduled` tells. Of one that runs nothing does, and its state may go to the tree:
         # with states all pages are lost next (`StepScheduler.forget_in_flight`), and these with it.
-        has_state = self._running[request].source is None and request.num_scheduled == num_tokens
+        has_state = progress.source is None and request.num_scheduled == num_tokens
         is_new = num_tokens > num_held and num_tokens % self._storage.page_size == 0
         if not has_state or not is_new:
             return num_held
         assert request.state_slot is not None
-        self._hold(request, StateSnapshot(num_tokens, request.state_slot))
+        self._giving.hold(progress.held, StateSnapshot(num_tokens, request.state_slot))
         request.state_slot = None
         return num_tokens
 
@@ -219,8 +185,7 @@ class StateSnapshots:
         while held and node is not None and node.parent is not None:
             found = next((one for one in held if one.num_tokens == node.end), None)
             if found is not None and node.is_cached:
-                held.remove(found)
-                self._storage.attach(node, self._let_go(found.slot))
+                self._storage.attach(node, self._giving.let_go(held, found))
             node = node.parent
 
     def close(self, request: Request) -> None:
@@ -230,27 +195,19 @@ class StateSnapshots:
             self._order.unpin(progress.source)
         for snapshot in progress.in_flight:
             self._slots.put_back(snapshot.slot)
-        for snapshot in progress.held:
-            self._slots.put_back(self._let_go(snapshot.slot))
+        for snapshot in progress.held[:]:
+            self._slots.put_back(self._giving.let_go(progress.held, snapshot))
         self._slots.take_back(request)
-
-    def _hold(self, request: Request, snapshot: StateSnapshot) -> None:
-        self._running[request].held.append(snapshot)
-        self._holders[snapshot.slot] = request
-
-    def _let_go(self, slot: int) -> int:
-        del self._holders[slot]
-        return slot
 
     def check(self, holders: Iterable[Request]) -> None:
         """Asserts that each slot has one owner, and what must hold of cached snapshots."""
         running = self._running.values()
-        held = {one.slot: name for name, two in self._running.items() for one in two.held}
+        held = {one.slot: two.held for two in running for one in two.held}
         in_flight = [one.slot for two in running for one in two.in_flight]
         on_nodes = [node.state_slot for node in self._order]
         self._slots.check_owners(
             holders, [*in_flight, *held, *(slot for slot in on_nodes if slot is not None)]
         )
         assert len(on_nodes) == len({*on_nodes}) and None not in on_nodes
-        assert self._holders == held and not self._left
+        self._giving.check(held)
         self._storage.check_snapshots()

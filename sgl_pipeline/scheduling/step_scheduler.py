@@ -253,7 +253,7 @@ class StepScheduler:
         self._in_flight.limit = num_stages + self.args.extra_steps_in_flight
         self._decode_reserve.pipeline_depth = self._in_flight.limit
 
-    def use_pages(self, num_pages: int, log_pages: int, num_state_slots: int = 0) -> list[Request]:
+    def use_pages(self, num_pages: int, log_pages: int, num_state_slots: int) -> list[Request]:
         """The stages now have `num_pages` pages and `num_state_slots` state slots, and their logs
         room for `log_pages` pages; if the number of pages or slots is new, all are empty
         (`use_stages`).

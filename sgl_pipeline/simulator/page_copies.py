@@ -127,15 +127,17 @@ class PageCopy:
                 self._rounds += 1
                 self._left_of_pages = self._bytes_of(len(self._written))
                 self._written.clear()
+            self._states.begin_round()
             self._note_ready(now_s)
             num_bytes = min(self.queued_bytes, most_bytes, self._most_in(until_s - now_s))
+            if not num_bytes:
+                break
             self._count_sent(num_bytes)
             self.copied_bytes += num_bytes
             most_bytes -= num_bytes
-            now_s += self.costs.copy_s(num_bytes)
-            ended_s = now_s if num_bytes else ended_s
+            ended_s = now_s = now_s + self.costs.copy_s(num_bytes)
             self._note_ready(now_s)
-            if self.queued_bytes > 0.0 or not self._has_more_rounds():
+            if self.queued_bytes > 0.0 or most_bytes <= 0.0:
                 break
         return ended_s
 

@@ -15,7 +15,7 @@ class StateCopies:
     """Copies `slot_bytes` of each slot, 0 where no layer has states; at first those of `slots`.
 
     A slot that a step writes before it has left, or after, goes at the switch, or before that when
-    steps have left it alone for a while.
+    steps have left it alone for a while, in rounds, as many as the stages' own.
     """
 
     def __init__(self, slot_bytes: int, slots: Iterable[int]) -> None:
@@ -24,7 +24,7 @@ class StateCopies:
         # By slot, the last step that wrote it, ascending.
         self._written: dict[int, int] = {}
         self._num_steps = 0
-        self._rounds = 1
+        self.rounds = 1
 
     @property
     def queued_bytes(self) -> float:
@@ -35,11 +35,11 @@ class StateCopies:
     def awaited_bytes(self) -> float:
         """Bytes of these that a move waits for: none of the last rounds, which could go on for
         ever, since steps leave states alone again and again."""
-        return self.queued_bytes if self._rounds < MAX_ROUNDS else 0.0
+        return self.queued_bytes if self.rounds < MAX_ROUNDS else 0.0
 
     def send(self, num_bytes: float) -> None:
-        """So many of them go; slots one after the other."""
-        for slot, left in [*self._left.items()]:
+        """So many of them go; slots one after the other, the last one first."""
+        for slot, left in reversed([*self._left.items()]):
             if num_bytes < left:
                 self._left[slot] -= num_bytes
                 return
@@ -54,13 +54,19 @@ class StateCopies:
             self._left.pop(slot, None)
             self._written.pop(slot, None)
             self._written[slot] = self._num_steps
-        if not self._left:
-            newest = self._num_steps - RESTING_STEPS
-            resting = [*takewhile(lambda one: self._written[one] <= newest, self._written)]
-            self._rounds += bool(resting)
-            for slot in resting:
-                del self._written[slot]
-                self._left[slot] = float(self._slot_bytes)
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """If there is nothing left to send, a round of the slots that steps have left alone for a
+        while begins, unless there were too many rounds."""
+        if self._left or self.rounds >= MAX_ROUNDS:
+            return
+        newest = self._num_steps - RESTING_STEPS
+        resting = [*takewhile(lambda one: self._written[one] <= newest, self._written)]
+        self.rounds += bool(resting)
+        for slot in resting:
+            del self._written[slot]
+            self._left[slot] = float(self._slot_bytes)
 
     def take_rest(self) -> float:
         """Bytes that go at the switch: after that there is nothing left."""

@@ -294,7 +294,7 @@ def nobody_is_asked_for_a_replacement(patch: pytest.MonkeyPatch) -> None:
 
 
 def pages_that_are_gone_are_given_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepScheduler, "use_pages", lambda self, num_pages: [])
+    patch.setattr(StepScheduler, "use_pages", lambda self, *_: [])
 
 
 def other_stages_inherit_the_book_of_the_log(patch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def a_slot_is_free_while_a_step_uses_it(patch: pytest.MonkeyPatch) -> None:
 def a_slot_has_two_owners(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: StateSlots, request: Request) -> None:
         if self.num_slots:
-            request.state_slot = self._free[-1]
+            request.state_slot = next(reversed(self._free))
 
     patch.setattr(StateSlots, "give", mutated)
 
@@ -102,9 +102,8 @@ def what_a_decode_leaves_is_free_at_once(patch: pytest.MonkeyPatch) -> None:
     def mutated(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
         source = leave_behind(self, request, cached)
         if source is not None:
-            held = self._running[request].held
-            self._left.pop(source)
-            held.pop()
+            self._giving._left.pop(source)
+            self._running[request].held.pop()
             self._slots.put_back(source)
         return source
 

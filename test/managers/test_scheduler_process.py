@@ -7,7 +7,7 @@ import pytest
 import zmq
 from support.pipelines import new_scheduler
 
-from sgl_pipeline.args import HOST_BACKEND, PipelineArgs, StageArgs, TierArgs
+from sgl_pipeline.args import HOST_BACKEND, PipelineArgs, SchedulingArgs, StageArgs, TierArgs
 from sgl_pipeline.kv_store.open_store import open_pages
 from sgl_pipeline.kv_store.store_client import StoreClient
 from sgl_pipeline.managers import scheduler_process
@@ -144,12 +144,23 @@ def test_the_ready_message_says_what_upstream_was_not_told() -> None:
         stages=StageArgs(model_path="", dtype="float32", num_stages=2),
         tiers=TierArgs(enabled=True, backend="file"),
     )
-    limits, capacity = SimpleNamespace(context_length=100), SimpleNamespace(num_pages=4)
+    limits = SimpleNamespace(context_length=100)
+    capacity = SimpleNamespace(num_pages=4, num_state_slots=0)
     message = scheduler_process._ready_message(args, limits, capacity)  # type: ignore[arg-type]
     assert (message["pp_size"], message["max_req_input_len"]) == (2, 63)
     assert message["enable_hierarchical_cache"] is True
     layout = message["hicache_object_layout"]
     assert (layout["enabled"], layout["backend"], layout["page_size"]) == (False, "file", 16)
+    assert (message["max_mamba_cache_size"], message["mamba_track_interval"]) == (None, 0)
+
+
+def test_the_ready_message_has_the_slots_that_there_are_and_the_interval() -> None:
+    scheduling = SchedulingArgs(num_state_slots=9, track_interval=64)
+    args = PipelineArgs(stages=StageArgs(model_path="", dtype="float32"), scheduling=scheduling)
+    limits = SimpleNamespace(context_length=100)
+    capacity = SimpleNamespace(num_pages=4, num_state_slots=8)
+    message = scheduler_process._ready_message(args, limits, capacity)  # type: ignore[arg-type]
+    assert (message["max_mamba_cache_size"], message["mamba_track_interval"]) == (8, 64)
 
 
 def test_host_memory_is_opened_with_the_driver() -> None:

@@ -7,7 +7,8 @@ from support.moves import movable_core, stages_get_ready, stages_switch
 from support.planners import proposals
 from support.served_steps import ServedSteps, decode_step, flat_costs
 
-from sgl_pipeline.migration.move_prices import MovePrices
+from sgl_pipeline.migration import move_prices
+from sgl_pipeline.migration.move_prices import LAST_MOVES, MANY_BYTES, MovePrices
 from sgl_pipeline.migration.planner import LayerPlanner
 from sgl_pipeline.migration.planner_args import PlannerArgs
 from sgl_pipeline.migration.step_forecast import StepForecast
@@ -43,52 +44,121 @@ def test_each_byte_of_each_slot_of_each_layer_counts_once(seed: int) -> None:
     assert MovePrices(ARGS, state_bytes, lambda: len(in_use)).of(layers) == pytest.approx(expected)
 
 
+# One state of two MiB in each of three layers of four.
+MIB = 2**20
+OF_TWO_MIB = (2 * MIB, 2 * MIB, 2 * MIB, 0)
+
+
+def learn_at_rate(prices: MovePrices, byte_s: float, slots: int, times: int = 1) -> None:
+    """Moves of layer 0 with so many slots in use, of which steps wait for three quarters; 0.2 s of
+    each move are the layer's own."""
+    for _ in range(times):
+        patched = slots * 2 * MIB * 3 // 4
+        stalled_s, shared_s = patched * byte_s, 0.2 + slots * 2 * MIB * byte_s / 4
+        prices.learn([0], stalled_s=stalled_s, shared_s=shared_s, patched_bytes=patched)
+
+
 def test_a_byte_costs_what_steps_waited_for_those_of_the_switch() -> None:
-    slots = [4]
-    prices = MovePrices(PlannerArgs(), STATE_BYTES, lambda: slots[0])
-    # 3 of the 4 slots went at the switch, in 30 ms: 10 us a byte, 40 ms for all four. What is left
-    # of 100 ms is the layer's own.
-    prices.learn([0], stalled_s=0.03, shared_s=0.07, patched_bytes=3000)
-    assert prices.of([0]) == pytest.approx(0.06 + 0.04)
-    assert prices.of([3]) == pytest.approx(0.06)
-    slots[0] = 64
-    assert prices.of([0]) == pytest.approx(0.06 + 0.64)
-    # A layer without states tells nothing of bytes.
-    prices.learn([3], stalled_s=0.001, shared_s=0.019, patched_bytes=50)
-    assert prices.of([0, 3]) == pytest.approx(0.04 + 0.64)
-    # Two layers, one with states; nothing is left for the layers themselves.
-    prices.learn([2, 3], stalled_s=0.5, shared_s=0.0, patched_bytes=40_000)
-    assert prices.of([2, 3]) == pytest.approx(0.5)
-    assert prices.of([3]) == 0.0
-    # No slot holds anything now: nothing is known of bytes.
+    slots = [64]
+    prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: slots[0])
+    before = prices.of([0])
+    learn_at_rate(prices, 4e-9, 64)
+    assert prices.of([0]) == before, "one move may have been slow"
+    learn_at_rate(prices, 4e-9, 64)
+    assert prices.of([0]) == pytest.approx(0.2 + 128 * MIB * 4e-9)
+    assert prices.of([3]) == pytest.approx(0.2)
+    assert prices.of([2, 3]) == pytest.approx(0.4 + 128 * MIB * 4e-9)
+    slots[0] = 768
+    assert prices.of([0]) == pytest.approx(0.2 + 1536 * MIB * 4e-9)
+    # No slot holds anything: a layer without states, and one with them, tell nothing of bytes.
     slots[0] = 0
-    prices.learn([0], stalled_s=1.0, shared_s=0.25, patched_bytes=10)
-    slots[0] = 32
-    assert prices.of([0]) == pytest.approx(1.25 + 0.25)
+    for layer in (0, 3) * 2:
+        prices.learn([layer], stalled_s=0.3, shared_s=0.1, patched_bytes=10)
+    assert prices.of([0]) == pytest.approx(0.4)
+    slots[0] = 768
+    assert prices.of([0]) == pytest.approx(0.4 + 1536 * MIB * 4e-9)
 
 
-def test_few_bytes_that_waited_for_a_long_step_do_not_price_the_rest_like_them() -> None:
-    """17 states of 2 MiB in 2 s, which is 60 ns a byte, and 90 s for all slots of a layer."""
-    prices = MovePrices(PlannerArgs(), (2 * 2**20,) * 4, lambda: 768)
-    prices.learn([1], stalled_s=2.0, shared_s=0.5, patched_bytes=17 * 2 * 2**20)
+def test_before_a_move_the_price_is_that_of_the_start() -> None:
+    prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: 64)
+    assert prices.of([0, 3]) == pytest.approx(0.2 + 128 * MIB * 1e-9)
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.1, 100.0])
+@pytest.mark.parametrize("place", range(5))
+def test_one_bad_move_changes_no_price(slow: float, place: int) -> None:
+    """Four moves are alike, at 4 ns a byte; another one takes nothing, a tenth, or a hundred times
+    as long. The first of two might be the bad one."""
+    prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: 64)
+    usual_s, at_start_s = 0.2 + 128 * MIB * 4e-9, prices.of([0])
+    for number in range(5):
+        if number == place:
+            prices.learn([0], stalled_s=0.4 * slow, shared_s=0.3 * slow, patched_bytes=96 * MIB)
+        else:
+            learn_at_rate(prices, 4e-9, 64)
+        assert prices.of([0]) <= usual_s * (1 + 1e-9)
+        assert slow < 1.0 or prices.of([0]) >= at_start_s
+    assert prices.of([0]) == pytest.approx(usual_s)
+
+
+def test_few_bytes_that_waited_for_a_long_step_do_not_price_many_like_them() -> None:
+    """Three states of two MiB in 2 s are 318 ns a byte: 512 s for 768 slots, for which no planner
+    would move a layer and learn better."""
+    slots = [3]
+    prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: slots[0])
+    for _ in range(20):
+        prices.learn([1], stalled_s=2.0, shared_s=0.5, patched_bytes=6 * MIB)
+        assert prices.of([1]) <= 2.5 + 1e-9
+    assert prices.of([1]) == pytest.approx(2.5)
+    slots[0] = 768
+    assert prices.of([1]) == pytest.approx(2.5 + (1536 - 6) * MIB * 1e-9)
+    learn_at_rate(prices, 4e-9, 768, times=4)
+    assert prices.of([0]) == pytest.approx(0.2 + 1536 * MIB * 4e-9)
+    slots[0] = 3
+    assert prices.of([0]) == pytest.approx(0.2 + 6 * MIB * 4e-9)
+
+
+def test_few_bytes_of_many_that_waited_for_a_long_step_cost_no_more_than_the_move() -> None:
+    """17 of 768 states, in 2 s."""
+    prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: 768)
+    for _ in range(3):
+        prices.learn([1], stalled_s=2.0, shared_s=0.5, patched_bytes=34 * MIB)
     assert prices.of([2]) == pytest.approx(2.5)
     assert prices.of([1, 2]) == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_move_is_priced_at_what_the_same_one_has_just_cost(seed: int) -> None:
+def test_the_price_follows_a_link_that_becomes_slower_and_faster() -> None:
+    prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: 64)
+    learn_at_rate(prices, 2e-9, 64, times=LAST_MOVES)
+    fast_s, slow_s = 0.2 + 128 * MIB * 2e-9, 0.2 + 128 * MIB * 20e-9
+    assert prices.of([0]) == pytest.approx(fast_s)
+
+    def moves_until(price_s: float, byte_s: float) -> int:
+        for number in range(1, LAST_MOVES + 1):
+            learn_at_rate(prices, byte_s, 64)
+            if prices.of([0]) == pytest.approx(price_s):
+                return number
+        raise AssertionError(f"not {price_s} s after {LAST_MOVES} moves")
+
+    assert moves_until(slow_s, 20e-9) == 4
+    assert moves_until(fast_s, 2e-9) == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_move_that_was_made_three_times_is_priced_at_what_it_has_cost(seed: int) -> None:
     rng = Random(seed)
-    state_bytes = [rng.choice((0, 7, 1000)) for _ in range(12)]
+    state_bytes = [rng.choice((0, 7, 1000, 2 * MIB)) for _ in range(12)]
+    num_slots = rng.choice((1, 20, 800))
     prices = MovePrices(PlannerArgs(), state_bytes, lambda: num_slots)
-    for _ in range(20):
-        num_slots = rng.randint(1, 800)
-        layers = sorted(rng.sample(range(12), rng.randint(1, 12)))
-        stalled_s, shared_s = rng.choice((0.0, 0.01, 3.0)), rng.choice((0.0, 0.2))
-        most = num_slots * sum(state_bytes[layer] for layer in layers)
-        prices.learn(
-            layers, stalled_s=stalled_s, shared_s=shared_s, patched_bytes=rng.randint(1, most + 1)
-        )
-        assert prices.of(layers) == pytest.approx(stalled_s + shared_s)
+    layers = sorted(rng.sample(range(12), rng.randint(1, 12)))
+    stalled_s, shared_s = rng.choice((0.0, 0.01, 3.0)), rng.choice((0.0, 0.2))
+    most = num_slots * sum(state_bytes[layer] for layer in layers)
+    patched_bytes = rng.randint(0, most)
+    for _ in range(3):
+        prices.learn(layers, stalled_s=stalled_s, shared_s=shared_s, patched_bytes=patched_bytes)
+    # Few bytes are not cheaper than at the start.
+    least_s = most * 1e-9 if 3 * most < MANY_BYTES else 0.0
+    assert prices.of(layers) == pytest.approx(max(stalled_s + shared_s, least_s))
 
 
 def test_moves_that_are_free_stay_free() -> None:
@@ -110,18 +180,22 @@ def test_a_move_waits_until_staying_has_cost_as_much_as_its_states(
     assert proposals(planner, served, [decode_step(4)] * 100)[0][0] == after_steps
 
 
-def test_the_planner_of_a_server_learns_from_a_move_that_is_done() -> None:
+def test_the_planner_of_a_server_learns_from_a_move_that_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(move_prices, "MANY_BYTES", 10)
     served = ServedSteps(flat_costs(8, tail_ms=2.0), StagePlan(0, (4, 4)))
     slots = [4]
-    prices = MovePrices(PlannerArgs(), (10,) * 8, lambda: slots[0])
+    args = PlannerArgs(state_byte_price_s=1.0)
+    prices = MovePrices(args, (10,) * 8, lambda: slots[0])
     forecast = StepForecast(served.plan, served.truth)
-    planner = LayerPlanner(PlannerArgs(), served.plan, forecast, prices=prices)
+    planner = LayerPlanner(args, served.plan, forecast, prices=prices)
     core = movable_core(4, 4, planner=planner)
     core.migration.move_to((3, 5), 0.0)
-    stages_get_ready(core, 1.0)
-    stages_switch(core, 1.0)
-    # Ready after a second, of which stages gave a tenth; 20 bytes in 2 ms at the switch, so that
-    # those of 4 slots cost 4 ms.
-    assert prices.of([0]) == pytest.approx(0.102)
+    stages_get_ready(core, 0.5)
+    stages_switch(core, 0.5)
+    # Ready after half a second, of which stages gave a tenth; 20 bytes in 2 ms at the switch, so
+    # that those of 4 slots cost 4 ms.
+    assert prices.of([0]) == pytest.approx(0.052)
     slots[0] = 8
-    assert prices.of([0]) == pytest.approx(0.106)
+    assert prices.of([0]) == pytest.approx(0.056)

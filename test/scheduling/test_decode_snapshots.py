@@ -1,5 +1,7 @@
 """Decodes leave snapshots: the next turn of a chat begins behind the last answer."""
 
+from functools import partial
+
 import pytest
 from support.pipelines import FakePipeline, make_request, new_pipeline, output_when_alone
 
@@ -168,9 +170,12 @@ def test_a_retracted_request_goes_on_behind_what_it_left() -> None:
 
 
 def test_the_interval_is_sglangs_in_whole_pages() -> None:
-    assert SchedulingArgs().snapshot_interval == 256
-    assert SchedulingArgs(page_size=24).snapshot_interval == 264
-    assert SchedulingArgs(page_size=24, track_interval=48).snapshot_interval == 48
-    assert SchedulingArgs(track_interval=0).snapshot_interval == 0
+    with_states = partial(SchedulingArgs, num_state_slots=1)
+    assert with_states().snapshot_interval == 256
+    assert with_states(page_size=24).snapshot_interval == 264
+    assert with_states(page_size=24, track_interval=48).snapshot_interval == 48
+    assert with_states(track_interval=0).snapshot_interval == 0
+    assert SchedulingArgs(track_interval=48).snapshot_interval == 0
+    assert with_states(radix_cache=False).snapshot_interval == 0
     with pytest.raises(ConfigurationError, match="--mamba-track-interval 40 must be a multiple of"):
         SchedulingArgs(page_size=16, track_interval=40)

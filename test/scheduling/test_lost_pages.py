@@ -166,7 +166,7 @@ def test_with_other_stages_all_is_lost_and_the_book_begins_anew() -> None:
     steps.scheduler.check_invariants()
     assert not steps.scheduler.pages_in_use() and not steps.log.owes
     assert {request.state, waits.state} == {RequestState.WAITING}
-    assert steps.scheduler.use_pages(12, 5) == [] and steps.log.capacity == 5
+    assert steps.scheduler.use_pages(12, 5, 0) == [] and steps.log.capacity == 5
     assert steps.log.contents().pages == b""
     assert steps.run().replays == ()
     # Two stages: the second is the last, and owes what the first has kept.
@@ -187,5 +187,5 @@ def test_pages_that_the_log_holds_keep_its_room_as_it_is() -> None:
     steps = Steps()
     steps.start("a", 10)
     held = steps.log.contents()
-    assert steps.scheduler.use_pages(20, 20) == []
+    assert steps.scheduler.use_pages(20, 20, 0) == []
     assert steps.log.contents() == held and held.pages

@@ -25,7 +25,14 @@ from sgl_pipeline.scheduling.snapshot_demand import SnapshotDemand
 from sgl_pipeline.scheduling.snapshot_order import SnapshotOrder
 from sgl_pipeline.scheduling.state_snapshots import StateSnapshots
 from sgl_pipeline.wire.step_order import ChunkOrder, StepOrderEncoder
-from test.scheduling.test_step_scheduler_stateful import SchedulerMachine
+from test.scheduling.test_step_scheduler_stateful import ABORTED, SchedulerMachine
+
+# Of a request that `run_until_one_leaves` adds, and whether decodes are to leave the snapshot.
+CHAT = {
+    "prompt_ids": st.lists(st.integers(0, 1), min_size=3, max_size=9),
+    "count": st.integers(1, 9),
+    "decodes": st.booleans(),
+}
 
 
 class SnapshotMachine(SchedulerMachine):
@@ -98,6 +105,88 @@ class SnapshotMachine(SchedulerMachine):
         last = data.draw(st.sampled_from([one for one in self.added if one.finish]))
         self.add_plain([*last.prompt_ids, *last.output_ids, 1], count)
 
+    @rule(**CHAT, data=st.data())
+    def abort_one_that_leaves_a_snapshot(
+        self, prompt_ids: list[int], count: int, decodes: bool, data: st.DataObject
+    ) -> None:
+        if leaving := self.run_until_one_leaves(prompt_ids, count, decodes):
+            request = data.draw(st.sampled_from(leaving))
+            assert self.scheduler.abort(request.request_id, ABORTED) is request
+
+    @rule(**CHAT, num_state_slots=st.sampled_from([None, None, 1, 2, 5]))
+    def lose_stages_while_a_snapshot_is_left(
+        self, prompt_ids: list[int], count: int, decodes: bool, num_state_slots: int | None
+    ) -> None:
+        if self.run_until_one_leaves(prompt_ids, count, decodes):
+            self.pipeline.lose_stages(num_state_slots)
+            slots = self.scheduler.state_slots
+            assert slots.num_free == slots.num_slots
+            assert num_state_slots in (None, slots.num_slots)
+
+    @rule(**CHAT, flushes=st.booleans())
+    def flush_while_a_snapshot_is_left(
+        self, prompt_ids: list[int], count: int, decodes: bool, flushes: bool
+    ) -> None:
+        """Nothing is flushed before its step has come back, and then all is."""
+        scheduler = self.scheduler
+        if not self.run_until_one_leaves(prompt_ids, count, decodes):
+            return
+        scheduler.pausing.pause(retract=True)
+        while self.pipeline.steps_in_flight:
+            assert not scheduler.flush_cache()
+            self.pipeline.complete()
+            scheduler.check_invariants()
+            self.counts_are_those_counted_anew()
+        if flushes:
+            assert scheduler.flush_cache()
+            assert scheduler.state_slots.num_free == scheduler.state_slots.num_slots
+            assert scheduler.num_free_pages == scheduler.load().total_pages
+        scheduler.pausing.resume()
+
+    @rule(**CHAT, data=st.data())
+    def retract_one_that_holds_a_snapshot(
+        self, prompt_ids: list[int], count: int, decodes: bool, data: st.DataObject
+    ) -> None:
+        """It goes on behind that, which may be all that the cache has of it."""
+        scheduler = self.scheduler
+        if not self.run_until_one_leaves(prompt_ids, count, decodes):
+            return
+        while self.pipeline.steps_in_flight:
+            self.pipeline.complete()
+        held = {
+            request: progress.held[-1].num_tokens
+            for request, progress in scheduler._pages.snapshots._running.items()  # type: ignore[union-attr]
+            if progress.held and not request.steps_in_flight
+        }
+        if held:
+            request = data.draw(st.sampled_from([*held]))
+            scheduler._preemption.retract(request)
+            path = scheduler._waiting.path_of(request)
+            assert scheduler._pages.storage.match(path).end >= min(held[request], path.end)
+
+    def run_until_one_leaves(
+        self, prompt_ids: list[int], count: int, decodes: bool
+    ) -> list[Request]:
+        """Adds a request and runs until chunks in flight, decodes or others, leave a snapshot of
+        their requests, which it returns; of none if it takes too long."""
+        self.scheduler.pausing.resume()
+        self.add_plain(prompt_ids, count)
+        for _ in range(20):
+            self.pipeline.fill()
+            chunks = [chunk for step in self.scheduler._in_flight for chunk in step.chunks]
+            leaving = [
+                one.request
+                for one in chunks
+                if one.request.finish is None
+                and one.is_decode == decodes
+                and (one.snapshots or (decodes and one.state_source is not None))
+            ]
+            if leaving or not chunks:
+                return leaving
+            self.pipeline.complete()
+            self.counts_are_those_counted_anew()
+        return []
+
     def add_plain(self, prompt_ids: list[int], count: int = 2) -> None:
         request = make_request(str(len(self.added)), prompt_ids, count)
         request.arrival_s = self.pipeline.now_s
@@ -128,7 +217,7 @@ TestSnapshotsUnderRandomTraffic.settings = settings(
 
 # Random, but the same in every run; nothing is made smaller.
 FIXED = settings(
-    max_examples=500,
+    max_examples=250,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -152,7 +241,7 @@ def _matchable_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: StateSnapshots, request: Request) -> int:
         progress = self._running[request]
         for one in progress.in_flight:
-            self._hold(request, one)
+            self._giving.hold(progress.held, one)
         progress.in_flight.clear()
         return come_back(self, request)
 
@@ -168,7 +257,7 @@ def _freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         attach(self, request, path)
         for one in held:
             if one not in self._running[request].held:
-                self._slots._free.append(one.slot)
+                self._slots._free[one.slot] = None
 
     monkeypatch.setattr(StateSnapshots, "attach", careless)
 
@@ -206,7 +295,7 @@ def _left_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
         slot = request.state_slot
         source = leave_behind(self, request, cached)
         if source is not None:
-            self._slots._free.append(request.state_slot)  # type: ignore[arg-type]
+            self._slots._free[request.state_slot] = None  # type: ignore[index]
             request.state_slot = slot
         return None
 
@@ -232,8 +321,7 @@ def _gives_way_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def at_once(self: StateSnapshots, request: Request, cached: RadixNode) -> int | None:
         source = leave_behind(self, request, cached)
-        self._holders.update(self._left)
-        self._left.clear()
+        self._giving.end_step()
         return source
 
     monkeypatch.setattr(StateSnapshots, "leave_behind", at_once)

@@ -1,13 +1,18 @@
 """Rounds of copying, and how much of them fits between two steps."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
+from sgl_pipeline.pp_runner.layer_moves.outgoing_layers import OutgoingLayers
 from sgl_pipeline.simulator.page_copies import MoveCosts, PageCopy
 from sgl_pipeline.simulator.state_copies import MAX_ROUNDS
 from sgl_pipeline.wire.move_orders import RESTING_STEPS
+from test.pp_runner.layer_moves.test_outgoing_layers import LAYER, Leaving, Sent, SlowSite
 
 # A page of a layer is 10 bytes, ten of which are copied in a second.
 COSTS = MoveCosts(kv_bytes_per_token=5, page_size=2, bytes_per_s=100.0)
@@ -87,7 +92,7 @@ HYBRID = replace(COSTS, state_bytes=(30, 0))
 
 
 def test_states_go_once_behind_the_pages_and_those_written_meanwhile_at_the_switch() -> None:
-    copy = copy_of(10, HYBRID, num_layers=2, slots=(4, 5, 6))
+    copy = copy_of(10, HYBRID, num_layers=2, slots=(6, 5, 4))
     assert copy.queued_bytes == 10 * 10 + 3 * 30
     copy.send(1.0, 2.0)
     assert copy.queued_bytes == 90
@@ -114,14 +119,14 @@ def test_rounds_of_states_do_not_put_a_move_off_for_ever() -> None:
         copy.wrote([], [number])
         for _ in range(RESTING_STEPS):
             copy.wrote([], [0])
-        assert copy.queued_bytes == 30
+        assert copy.queued_bytes == (30 if number < MAX_ROUNDS else 0)
         was_ready.append(copy.sent_if_idle(now_s) == now_s)
         copy.send(now_s, now_s + 9.0)
         now_s += 10.0
     assert was_ready == [False] * (MAX_ROUNDS - 2) + [True] * 2
-    assert copy.copied_bytes == pytest.approx(30 * MAX_ROUNDS)
-    # Slot 0 alone is left.
-    assert copy.finish(now_s) == pytest.approx(now_s + 0.3)
+    assert copy.copied_bytes == pytest.approx(30 * (MAX_ROUNDS - 1))
+    # Slot 0 is left, and the last one.
+    assert copy.finish(now_s) == pytest.approx(now_s + 0.6)
 
 
 def test_a_move_is_ready_beside_states_of_later_rounds() -> None:
@@ -145,33 +150,38 @@ def test_pages_of_layers_with_states_alone_do_not_count() -> None:
     assert (copy.copied_bytes, copy.finish(9.0)) == (30.0, 9.0)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_bytes_of_states_are_those_of_a_source_that_sends_slot_by_slot(seed: int) -> None:
-    """Brute force: each slot is a parcel of one byte."""
-    rng = Random(seed)
-    costs = MoveCosts(state_bytes=(1,), bytes_per_s=100.0)
-    slots = tuple(rng.sample(range(20), rng.randint(0, 20)))
-    copy = copy_of(0, costs, slots=slots)
-    queue, written, sent, now_s = [*slots], dict[int, int](), 0, 1.0
-    for number in range(rng.choice((0, 30, 200))):
-        count = rng.randint(0, 3)
-        now_s += 1.0
-        copy.send(now_s, now_s + 1e9, most_bytes=count)
-        for _ in range(min(count, len(queue))):
-            queue.pop(0)
-            sent += 1
-        step = rng.sample(range(rng.choice((3, 60))), rng.randint(0, 3))
-        copy.wrote([], step)
-        for slot in step:
-            written.pop(slot, None)
-            written[slot] = number
-        queue = [slot for slot in queue if slot not in written]
-        if not queue:
-            resting = [slot for slot, last in written.items() if last <= number - RESTING_STEPS]
-            queue = [*resting]
-            for slot in resting:
-                del written[slot]
-        assert copy.queued_bytes == len(queue)
-    copy.finish(now_s)
-    assert copy.copied_bytes == sent
-    assert copy.patch_bytes == len(queue) + len(written)
+class PromptSite(SlowSite):
+    """What is read is there at once."""
+
+    def read(self, layer: int, pages: Sequence[int]) -> Leaving:
+        leaving = super().read(layer, pages)
+        leaving.is_there = True
+        return leaving
+
+
+def test_rounds_and_bytes_are_those_of_a_stage_that_sends_slot_by_slot() -> None:
+    num_rounds = Counter[int]()
+    for seed in range(200):
+        rng = Random(seed)
+        slots = tuple(rng.sample(range(20), rng.randint(0, 20)))
+        site = PromptSite(with_states=(LAYER,))
+        outgoing: OutgoingLayers[Any] = OutgoingLayers([LAYER], (), slots, site, Sent())  # type: ignore[arg-type]
+        copy, now_s = copy_of(0, MoveCosts(state_bytes=(1,), bytes_per_s=100.0), slots=slots), 1.0
+        num_slots = rng.choice((3, 60))
+        for _ in range(rng.choice((0, *range(30, 50, 2), 400))):
+            written = rng.sample(range(num_slots), rng.randint(0, 3))
+            copy.wrote([], written)
+            outgoing.wrote([], written)
+            now_s, count = now_s + 1.0, rng.randint(1, 3)
+            copy.send(now_s, now_s + 1e9, most_bytes=count)
+            wanted = outgoing.copied_bytes + count
+            while outgoing.copied_bytes < wanted and outgoing.work():
+                pass
+            assert copy._states.rounds == outgoing._state_rounds
+            assert copy.copied_bytes == outgoing.copied_bytes
+        copy.finish(now_s)
+        outgoing.begin_rest()
+        assert outgoing.send_rest()
+        assert copy.patch_bytes == outgoing.patched_bytes
+        num_rounds[outgoing._state_rounds] += 1
+    assert {*num_rounds} == {*range(1, MAX_ROUNDS + 1)}

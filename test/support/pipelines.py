@@ -111,7 +111,7 @@ class FakePipeline:
         self._in_flight: deque[tuple[int, list[MirroredChunk], list[int]]] = deque()
 
     def _new_stage(self) -> FakeStage:
-        return FakeStage(self._page_size, (0,), self.scheduler.args.num_state_slots)
+        return FakeStage(self._page_size, (0,), self.scheduler.state_slots.num_slots)
 
     @property
     def steps_in_flight(self) -> int:
@@ -159,14 +159,17 @@ class FakePipeline:
         self.core.open_steps.take_back()
         self.scheduler.forget_in_flight()
 
-    def lose_stages(self) -> None:
-        """The stages are replaced by others, which know nothing and hold no pages."""
+    def lose_stages(self, num_state_slots: int | None = None) -> None:
+        """The stages are replaced by others, which know nothing and hold no pages; of a model with
+        states they may have another number of slots."""
         self._in_flight.clear()
         self.core.halt([0], "killed", self.now_s)
+        self._num_losses += 1
+        num_pages = None if num_state_slots is None else self.scheduler.load().total_pages
+        order = self.core.start_over(self._num_losses, num_pages, 0, num_state_slots or 0)
         self._early, self._late = self._new_stage(), self._new_stage()
         self._mirror = RequestMirror()
-        self._num_losses += 1
-        snapshot = self._orders.open(self.core.start_over(self._num_losses))
+        snapshot = self._orders.open(order)
         assert isinstance(snapshot, MirrorSnapshot)
         self._mirror.restore(snapshot)
 

@@ -2,7 +2,7 @@
 its front knows."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -15,9 +15,15 @@ from sgl_pipeline.pipeline.pipeline_state import PipelineState
 from sgl_pipeline.records.recovery_record import RecoveryRecord
 
 
-def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, Any]:
+def describe_start(
+    args: PipelineArgs, capacity: PipelineCapacity, state_bytes: Sequence[int]
+) -> dict[str, Any]:
     """The pipeline as it was started; what changes with its plan is in `describe_state` as well,
-    which goes before."""
+    which goes before.
+
+    Args:
+        state_bytes: of a state slot in each layer, 0 in one with pages.
+    """
     predicted_ms = capacity.predicted_ms
     return {
         "num_stages": capacity.plan.num_stages,
@@ -31,6 +37,9 @@ def describe_start(args: PipelineArgs, capacity: PipelineCapacity) -> dict[str, 
         "page_size": args.scheduling.page_size,
         "total_pages": capacity.num_pages,
         "state_slots": capacity.num_state_slots,
+        "state_bytes": sum(state_bytes),
+        "state_bytes_of_layer": max(state_bytes, default=0),
+        "mamba_track_interval": args.scheduling.snapshot_interval,
         "page_capacity_of_stages": [stage.num_pages for stage in capacity.stages],
         "page_bytes_of_layer": capacity.layer_page_bytes,
         "weight_bytes_of_stages": [stage.weight_bytes for stage in capacity.stages],
@@ -98,6 +107,7 @@ def describe_state(state: PipelineState) -> dict[str, Any]:
         "is_paused": state.is_paused,
         "free_pages": state.load.free_pages,
         "state_slots": state.state_slots,
+        "max_mamba_cache_size": state.state_slots or None,  # SGLang's name
         "free_state_slots": state.free_state_slots,
         "evictable_state_slots": state.evictable_state_slots,
         "waiting_tokens": state.load.waiting_tokens,

@@ -3,6 +3,7 @@
 Without torch, so that any process may ask.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -33,3 +34,8 @@ class StateShape:
         recurrent_size = self.num_value_heads * self.key_dim * self.value_dim
         conv_size = self.num_channels * (self.conv_width - 1)
         return recurrent_size * _RECURRENT_BYTES + conv_size * _DTYPE_BYTES[dtype]
+
+
+def slot_bytes_of_layers(states: Iterable[StateShape | None], dtype: str) -> tuple[int, ...]:
+    """Bytes of a state slot in each of the layers with these states, 0 in one with pages."""
+    return tuple(0 if one is None else one.bytes_per_slot(dtype) for one in states)

@@ -30,7 +30,8 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
         for stage in range(2)
     )
     capacity = PipelineCapacity(core.plan, (1.0, 2.0), 64, loaded, "torch", "torch", 100)
-    start = describe_start(PipelineArgs(stages=StageArgs(model_path="", dtype="float32")), capacity)
+    args = PipelineArgs(stages=StageArgs(model_path="", dtype="float32"))
+    start = describe_start(args, capacity, state_bytes=(0, 0, 0, 0))
     facts = start | describe_state(core.state(0.0))
     assert (facts["layer_partition"], facts["plan_epoch"]) == ([2, 2], 0)
     assert facts["predicted_step_ms_of_stages"] == [1.0, 2.0]
@@ -39,13 +40,29 @@ def test_the_plan_is_the_one_in_use_and_old_predictions_are_gone() -> None:
     assert " tokens in int8, policy" in summarize_start(facts | {"kv_cache_dtype": "int8"})
     assert ", 8 state slots, policy" in summarize_start(facts | {"state_slots": 8})
     assert (facts["state_slots"], facts["free_state_slots"]) == (0, 0)
-    assert facts["evictable_state_slots"] == 0
+    assert (facts["evictable_state_slots"], facts["max_mamba_cache_size"]) == (0, None)
+    assert (facts["state_bytes"], facts["state_bytes_of_layer"]) == (0, 0)
+    assert facts["mamba_track_interval"] == 0
     core.migration.move_to((1, 3), 1.0)
     stages_get_ready(core, 2.0)
     stages_switch(core, 3.0)
     facts = start | describe_state(core.state(4.0))
     assert (facts["layer_partition"], facts["plan_epoch"]) == ([1, 3], 1)
     assert facts["predicted_step_ms_of_stages"] is None
+
+
+def test_states_are_told_under_sglangs_names_where_it_has_some() -> None:
+    core = movable_core(2, 2)
+    capacity = PipelineCapacity(core.plan, None, 64, (), "torch", "torch", 100, num_state_slots=8)
+    scheduling = SchedulingArgs(num_state_slots=9, page_size=24)
+    args = PipelineArgs(stages=StageArgs(model_path="", dtype="float32"), scheduling=scheduling)
+    start = describe_start(args, capacity, state_bytes=(70, 70, 70, 0))
+    assert (start["state_slots"], start["mamba_track_interval"]) == (8, 264)
+    assert (start["state_bytes"], start["state_bytes_of_layer"]) == (210, 70)
+    # A host is lost, and slots with it.
+    state = msgspec.structs.replace(core.state(0.0), state_slots=5, free_state_slots=2)
+    facts = start | describe_state(state)
+    assert facts["max_mamba_cache_size"] == facts["state_slots"] == 5
 
 
 @pytest.mark.parametrize(("num_state_slots", "most"), [(0, 256), (3, 3), (300, 256)])
