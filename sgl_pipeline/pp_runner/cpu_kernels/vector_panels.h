@@ -84,51 +84,71 @@ void pack_group(const VectorProduct& product, const BFloat16* source, float* tar
   std::fill(target + inputs * kRows, target + product.padded_inputs() * kRows, 0.0f);
 }
 
-// Adds the products of `kRows` rows with `kBlocks` blocks of a part, from `first_block` on, to sums.
-// `Weights` give the numbers of four inputs of a block, and where `kIsScaled` a scale of each output
-// for each tile of inputs, whose sum is multiplied by it before it is added.
-template <int kRows, int kBlocks, typename Weights>
-NOINLINE void multiply(const float* rows, const Weights weights, int first_block, int64_t inputs,
-                       PanelSums* sums) {
-  const int64_t span = Weights::kIsScaled ? kTileInputs : inputs;
-  for (int64_t begin = 0; begin < inputs; begin += span) {
-    __m256 totals[kRows][kBlocks][2];
+// Adds the products of `kRows` rows with `kBlocks` blocks, from `first_block` on, to sums: `kSpans`
+// spans of inputs from `begin` on, beside one another. `Weights` give the numbers of four inputs of a
+// block, and where `kIsScaled` a scale of each output for each span, whose own sum is multiplied by
+// it before it is added.
+template <int kRows, int kBlocks, int kSpans, typename Weights>
+inline void add_spans(const float* rows, const Weights& weights, int first_block, int64_t begin,
+                      int64_t span, PanelSums* sums) {
+  __m256 totals[kSpans][kRows][kBlocks][2];
+  for (int s = 0; s < kSpans; ++s)
     for (int row = 0; row < kRows; ++row)
       for (int block = 0; block < kBlocks; ++block)
         for (int half = 0; half < 2; ++half)
-          totals[row][block][half] =
+          totals[s][row][block][half] =
               Weights::kIsScaled
                   ? _mm256_setzero_ps()
                   : _mm256_loadu_ps(sums[row] + (first_block + block) * kBlock + half * 8);
-    for (int64_t input = begin; input < begin + span; input += kFour) {
-      typename Weights::Four fours[kBlocks];
-      for (int block = 0; block < kBlocks; ++block)
-        fours[block] = weights.four(first_block + block, input);
-#pragma GCC unroll 4
-      for (int i = 0; i < kFour; ++i)
+  for (int64_t input = begin; input < begin + span; input += kFour)
 #pragma GCC unroll 2
-        for (int block = 0; block < kBlocks; ++block) {
-          const __m256 numbers[2] = {fours[block].numbers(i, 0), fours[block].numbers(i, 1)};
+    for (int s = 0; s < kSpans; ++s)
+#pragma GCC unroll 2
+      for (int block = 0; block < kBlocks; ++block) {
+        const int64_t first = input + s * span;
+        const typename Weights::Four four = weights.four(first_block + block, first);
+#pragma GCC unroll 4
+        for (int i = 0; i < kFour; ++i) {
+          const __m256 numbers[2] = {four.numbers(i, 0), four.numbers(i, 1)};
 #pragma GCC unroll 6
           for (int row = 0; row < kRows; ++row) {
-            const __m256 x = _mm256_broadcast_ss(rows + (input + i) * kRows + row);
-            totals[row][block][0] = _mm256_fmadd_ps(x, numbers[0], totals[row][block][0]);
-            totals[row][block][1] = _mm256_fmadd_ps(x, numbers[1], totals[row][block][1]);
+            const __m256 x = _mm256_broadcast_ss(rows + (first + i) * kRows + row);
+            for (int half = 0; half < 2; ++half) {
+              __m256& total = totals[s][row][block][half];
+              total = _mm256_fmadd_ps(x, numbers[half], total);
+            }
           }
         }
-    }
+      }
+  for (int s = 0; s < kSpans; ++s)
     for (int block = 0; block < kBlocks; ++block)
       for (int half = 0; half < 2; ++half) {
         __m256 scale;
-        if constexpr (Weights::kIsScaled) scale = weights.scale(first_block + block, begin, half);
+        if constexpr (Weights::kIsScaled)
+          scale = weights.scale(first_block + block, begin + s * span, half);
         for (int row = 0; row < kRows; ++row) {
           float* const sum = sums[row] + (first_block + block) * kBlock + half * 8;
-          __m256 total = totals[row][block][half];
+          __m256 total = totals[s][row][block][half];
           if constexpr (Weights::kIsScaled)
             total = _mm256_fmadd_ps(total, scale, _mm256_loadu_ps(sum));
           _mm256_storeu_ps(sum, total);
         }
       }
+}
+
+// The same for all inputs of a part. A lone row with one span at a time would wait for its sums.
+template <int kRows, int kBlocks, typename Weights>
+NOINLINE void multiply(const float* rows, const Weights weights, int first_block, int64_t inputs,
+                       PanelSums* sums) {
+  if constexpr (!Weights::kIsScaled) {
+    add_spans<kRows, kBlocks, 1>(rows, weights, first_block, 0, inputs, sums);
+  } else {
+    constexpr int kSpans = kRows == 1 ? 2 : 1;
+    int64_t begin = 0;
+    for (; begin + kSpans * kTileInputs <= inputs; begin += kSpans * kTileInputs)
+      add_spans<kRows, kBlocks, kSpans>(rows, weights, first_block, begin, kTileInputs, sums);
+    if (begin < inputs)
+      add_spans<kRows, kBlocks, 1>(rows, weights, first_block, begin, kTileInputs, sums);
   }
 }
 

@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t kAhead = 2048;  // bytes of each block
+constexpr int64_t kAhead = 4096;  // bytes of each block
 
 inline __m256i load_32(const Byte* source) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));

@@ -96,8 +96,7 @@ def test_sums_that_fp32_holds_are_exact(instructions: str, num_rows: int) -> Non
     """Of small integers, so that a number in another's place would show."""
     generator = torch.Generator().manual_seed(num_rows)
     weight, x = (
-        torch.randint(-8, 9, (size, 600), generator=generator).bfloat16()
-        for size in (50, num_rows)
+        torch.randint(-8, 9, (size, 600), generator=generator).bfloat16() for size in (50, num_rows)
     )
     y = compiled_linear(instructions, weight)(x)
     assert torch.equal(y, (x.double() @ weight.double().T).bfloat16())
