@@ -41,7 +41,12 @@ from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
-from sgl_pipeline.pp_runner.weights.schemes import Int4Scheme, Int8Scheme, Quantization
+from sgl_pipeline.pp_runner.weights.schemes import (
+    Int4Scheme,
+    Int8Scheme,
+    Mxfp4Scheme,
+    Quantization,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -292,11 +297,15 @@ def quantization_notice(
         return slow + f"the compiled ones are for bfloat16, not {dtype}; use --dtype bfloat16"
     kernels = load_cpu_kernels()
     for _, scheme in quantization.groups:
-        is_int8 = isinstance(scheme, Int8Scheme) or (
+        if isinstance(scheme, Mxfp4Scheme):
+            needed, is_there = "avx2", kernels.has_products
+        elif isinstance(scheme, Int8Scheme) or (
             isinstance(scheme, Int4Scheme) and scheme.rounds_rows
-        )
-        if not (kernels.has_int8_products if is_int8 else kernels.has_products):
-            needed = "avx512_vnni" if is_int8 else "avx512_bf16"
+        ):
+            needed, is_there = "avx512_vnni", kernels.has_int8_products
+        else:
+            needed, is_there = "avx512_bf16", kernels.has_bf16_instructions
+        if not is_there:
             return slow + f"the compiled ones need a CPU with {needed}"
     return ""
 

@@ -165,6 +165,11 @@ def test_slow_products_with_quantized_weights_are_noticed(
     for needed, one in [("vnni", int8), ("bf16", int4), ("vnni", rounding)]:
         notice = quantization_notice(BackendChoice("cpu"), one, torch.bfloat16)
         assert f"avx512_{needed}" in notice
+    mxfp4 = read_quantization({"quant_method": "mxfp4"}, "lm_head")
+    assert quantization_notice(BackendChoice("cpu"), mxfp4, torch.bfloat16) == ""
+    oldest = kernels_for("without AVX")
+    monkeypatch.setattr(kernel_choice, "load_cpu_kernels", lambda: oldest)
+    assert "avx2" in quantization_notice(BackendChoice("cpu"), mxfp4, torch.bfloat16)
 
 
 def test_quantized_weights_without_a_kernel_on_the_gpu_are_refused_by_name() -> None:

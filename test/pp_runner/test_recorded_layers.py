@@ -188,7 +188,7 @@ def test_what_is_not_kernels_alone_runs_as_it_is(
 @pytest.fixture
 def stage(kernels: CpuKernels) -> Stage:
     if not kernels.has_products:
-        pytest.skip("no bf16 instructions: nothing is recorded")
+        pytest.skip("neither AVX2 nor bf16 instructions: nothing is recorded")
     return Stage("qwen3", kernels)
 
 

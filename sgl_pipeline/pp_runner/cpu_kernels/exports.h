@@ -16,6 +16,7 @@ extern "C" {
 int sglp_has_arithmetic(int arithmetic);
 int sglp_best_bf16_arithmetic();
 int sglp_has_products();
+int sglp_has_bf16_instructions();
 int sglp_has_int8_products();
 int sglp_bind_threads(int num_threads, int num_cores, const int* cores);
 

@@ -51,14 +51,16 @@ class CpuKernels:
     definitions describe them. Callers check shapes, types and layouts of tensors first.
 
     Attributes:
-        has_products: whether `product` and `expanded_product` can be called, which need bf16
+        has_products: whether `product` and `mxfp4_product` can be called, which need AVX2 or bf16
             instructions.
+        has_bf16_instructions: whether these do the two, and `expanded_product` can be called too.
         has_int8_products: whether `int8_product` and `int4_product` can, which need VNNI.
     """
 
     def __init__(self, functions: CompiledFunctions) -> None:
         self._plain, kernel = functions.plain, functions.kernel
         self.has_products = bool(self._plain("has_products")())
+        self.has_bf16_instructions = bool(self._plain("has_bf16_instructions")())
         self.has_int8_products = bool(self._plain("has_int8_products")())
         # Attention to keys and values in pages (attention.cpp).
         self.paged_attention = kernel("paged_attention")
@@ -74,7 +76,7 @@ class CpuKernels:
         self.gated_delta = kernel("gated_delta")
         # Products of rows with a packed weight: bf16 (products.cpp), 8 bits (int8_products.cpp),
         # 4 bits (int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp), MXFP4 as bf16
-        # (mxfp4_products.cpp).
+        # (mxfp4_products.cpp); bf16 and MXFP4 without bf16 instructions (vector_products.cpp).
         self.product = kernel("product")
         self.int8_product = kernel("int8_product")
         self.int4_product = kernel("int4_product")

@@ -102,7 +102,7 @@ extern "C" void sglp_mxfp4_product(int64_t num_rows, int64_t inputs, int64_t out
   run_product(Mxfp4Product{product, use_amx(), static_cast<const Byte*>(exponents)}, num_threads);
 }
 
-#else
+#elif !defined(SGLP_HAS_VECTOR_PRODUCTS)
 
 extern "C" void sglp_mxfp4_product(int64_t, int64_t, int64_t, int, const void*, const void*,
                                    const void*, const void*, void*, int) {}

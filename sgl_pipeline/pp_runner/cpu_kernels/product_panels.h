@@ -10,18 +10,12 @@
 
 #pragma once
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 
 #include "amx.h"
+#include "blocks.h"
 #include "exports.h"
 #include "team.h"
 #include "vectors.h"
@@ -30,11 +24,7 @@
 
 namespace {
 
-typedef unsigned char Byte;
-
-constexpr int kBlock = 16;  // outputs of a block, rows and lines of a tile
-constexpr int kLine = 64;   // bytes
-constexpr int kTile = kBlock * kLine;
+constexpr int kTile = kBlock * kLine;  // bytes: a tile has as many lines, and of rows too
 constexpr int kGroupRows = 2 * kBlock;  // rows that share the loads of a panel
 // Of packed rows as many bytes stay in the L2 cache, beside sums and what is prefetched.
 constexpr int64_t kPackedRowsBytes = 3 << 18;
@@ -45,9 +35,6 @@ constexpr int64_t kTilesAtOnce = 16;  // of each block of a panel, in the L1 cac
 // A result of more rows and bytes goes past the caches, which it would leave before it is read.
 constexpr int64_t kCachedRows = 64;
 constexpr int64_t kCachedBytes = 1 << 20;
-constexpr int64_t kHugePage = 2 << 20;  // bytes
-
-int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 struct Product {
   int64_t num_rows;
@@ -218,38 +205,6 @@ void finish(const Product& product, const RowGroups& rows, int64_t first_row, in
   const ResultPanel result(product, rows, panel);
   for (int row = 0; row < num_rows; ++row) result.put(first_row + row, value(row, 0), value(row, 1));
 }
-
-// Memory that keeps its size from call to call, aligned as tiles want it. A large one has huge pages:
-// small ones lie anywhere, and share the sets of the L2 cache unequally.
-class Workspace {
- public:
-  template <typename T>
-  T* at_least(int64_t bytes) {
-    if (bytes > size_) grow(bytes);
-    return static_cast<T*>(memory_.get());
-  }
-
- private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-
-  void grow(int64_t bytes) {
-    const int64_t alignment = bytes > kHugePage / 4 ? kHugePage : kLine;
-    const int64_t size = tiles_of(bytes, alignment) * alignment;
-    memory_.reset();
-    size_ = 0;
-    memory_.reset(std::aligned_alloc(alignment, size));
-    if (memory_ == nullptr) throw std::bad_alloc();
-    size_ = size;
-#if defined(__linux__)
-    if (alignment == kHugePage) madvise(memory_.get(), size_, MADV_HUGEPAGE);
-#endif
-  }
-
-  std::unique_ptr<void, Free> memory_;
-  int64_t size_ = 0;
-};
 
 thread_local Workspace rows_workspace, scales_workspace, sums_workspace, all_sums_workspace,
     half_lines_workspace;

@@ -33,6 +33,7 @@ struct BFloat16Product {
 }  // namespace
 
 extern "C" int sglp_has_products() { return 1; }
+extern "C" int sglp_has_bf16_instructions() { return 1; }
 
 extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
                              const void* rows, const void* weight, const void* bias, void* out,
@@ -47,8 +48,12 @@ extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, 
 
 #else
 
+extern "C" int sglp_has_bf16_instructions() { return 0; }
+
+#if !defined(SGLP_HAS_VECTOR_PRODUCTS)
 extern "C" int sglp_has_products() { return 0; }
 extern "C" void sglp_product(int64_t, int64_t, int64_t, int, const void*, const void*, const void*,
                              void*, int) {}
+#endif
 
 #endif

@@ -50,7 +50,8 @@ class CompiledKernels:
         self._kernels = kernels
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
-        """Our own product in bf16 if the machine has the instructions, else torch's."""
+        """Our own product in bf16, and of quantized weights where the machine has the instructions;
+        else torch's."""
         return self._compiled(weight, bias) or torch_linear(weight, bias)
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
@@ -78,6 +79,8 @@ class CompiledKernels:
             return CompiledLinear(kernels, weight, bias, is_gated=is_gated)
         if isinstance(weight, Mxfp4Weight):
             return CompiledMxfp4Linear(kernels, weight, bias, is_gated=is_gated)
+        if not kernels.has_bf16_instructions:
+            return None
         return CompiledExpandedLinear(kernels, weight, bias, is_gated=is_gated)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:

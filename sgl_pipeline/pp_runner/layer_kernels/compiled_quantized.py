@@ -11,6 +11,7 @@ import torch
 from sgl_pipeline.pp_runner.cpu_kernels.library import CpuKernels
 from sgl_pipeline.pp_runner.layer_kernels.weight_packing import (
     beside_groups,
+    in_byte_pairs,
     in_half_bytes,
     in_lines,
     in_quads,
@@ -174,7 +175,7 @@ class CompiledExpandedLinear(_QuantizedLinear):
     1.30, 1.11 and 1.06: they save memory, and time where there are few rows.
 
     Args:
-        kernels: of a library that `has_products`.
+        kernels: of a library that `has_bf16_instructions`.
         weight, bias, is_gated: as above.
     """
 
@@ -186,7 +187,7 @@ class CompiledExpandedLinear(_QuantizedLinear):
         *,
         is_gated: bool = False,
     ) -> None:
-        assert kernels.has_products
+        assert kernels.has_bf16_instructions
         super().__init__(kernels, weight, bias, is_gated)
         self._groups = groups = _Groups.of(weight.shape[1], weight.group_size)
         self._scales = groups.beside(weight.scales, is_gated)
@@ -218,7 +219,8 @@ class CompiledExpandedLinear(_QuantizedLinear):
 
 
 class CompiledMxfp4Linear(_QuantizedLinear):
-    """The same for weights in MXFP4: a product of bf16, by the bits too, with what they stand for.
+    """The same for weights in MXFP4: a product of bf16 with what they stand for. With bf16
+    instructions it has the bits of one; without, each group of 32 inputs is summed apart.
 
     Args:
         kernels: of a library that `has_products`.
@@ -235,7 +237,8 @@ class CompiledMxfp4Linear(_QuantizedLinear):
     ) -> None:
         assert kernels.has_products and MXFP4_GROUP == _TILE_INPUTS
         super().__init__(kernels, weight, bias, is_gated)
-        self._packed = in_quads(weight.numbers, is_gated)
+        in_order = in_quads if kernels.has_bf16_instructions else in_byte_pairs
+        self._packed = in_order(weight.numbers, is_gated)
         self._exponents = beside_groups(weight.scales, 1, weight.scales.shape[1], is_gated)
 
     def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:

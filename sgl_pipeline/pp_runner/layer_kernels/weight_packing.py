@@ -1,4 +1,5 @@
-"""The layouts in which the compiled products read their weights (`cpu_kernels/product_panels.h`).
+"""The layouts in which the compiled products read their weights (`product_panels.h` and
+`vector_panels.h` in `cpu_kernels/`).
 
 For each weight once, when it arrives. Computes only the order and the padding.
 """
@@ -45,6 +46,18 @@ def in_quads(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
     for place in range(4):
         quads |= by_place[:, :, :, place].to(torch.int16) << 4 * place
     return quads.transpose(1, 2).contiguous()
+
+
+def in_byte_pairs(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    """The 4-bit `numbers` [O, I] uint8 as [blocks, I / 4, 16, 2] uint8, whole tiles of 32 inputs:
+    in each byte a number, and above it that of the second input after; of outputs in the order in
+    which AVX2 unpacks bytes (`vector_products.cpp`)."""
+    missing = -numbers.shape[1] % (2 * _TILE_LINES)
+    padded = F.pad(numbers, (0, missing)) if missing else numbers
+    by_place = in_blocks(padded, is_gated).unflatten(2, (-1, 2, 2))  # [blocks, 16, fours, 2, 2]
+    both = by_place[:, :, :, 0] | by_place[:, :, :, 1] << 4
+    halves = both.unflatten(1, (2, 2, 4)).transpose(1, 2).flatten(1, 3)
+    return halves.transpose(1, 2).contiguous()
 
 
 def in_half_bytes(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:

@@ -80,7 +80,7 @@ def test_no_thread_begins_before_the_others_have_ended(
 ) -> None:
     """Long rows and few of them: one thread has much to do and the other nothing."""
     if not library.has_products:
-        pytest.skip("no bf16 instructions")
+        pytest.skip("neither AVX2 nor bf16 instructions")
     inputs, generator = 2**16, torch.Generator().manual_seed(2)
     weight, *steps = (
         torch.randn(size, inputs, generator=generator).bfloat16()

@@ -244,6 +244,19 @@ def test_every_mxfp4_number_is_exact_with_every_scale():
 
 
 @pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [*range(1, 8), 97])
+def test_sums_of_mxfp4_that_fp32_holds_are_exact(instructions, num_rows):
+    """Of halves of small integers, so that a number or scale in another's place would show."""
+    generator = torch.Generator().manual_seed(num_rows)
+    codes = torch.randint(0, 16, (50, 608), generator=generator)
+    scales = torch.randint(126, 130, (50, 19), generator=generator, dtype=torch.uint8)
+    weight = Mxfp4Weight(pack_halves(codes), scales, torch.bfloat16)
+    x = torch.randint(-8, 9, (num_rows, 608), generator=generator).bfloat16()
+    assert torch.equal(compiled(instructions, weight)(x), exact(weight, x).bfloat16())
+
+
+@pytest.mark.compiler
 @every_kind
 @pytest.mark.parametrize("shape", [(64, 96), (1000, 192), (40, 3072), (4096, 96)], ids=str)
 def test_a_row_has_the_same_bits_in_every_microbatch(kind, shape):
@@ -267,12 +280,14 @@ def test_a_row_of_plain_torch_has_the_same_bits_in_every_microbatch(kind):
 
 @pytest.mark.compiler
 def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch():
-    old_machine, here = (
-        CompiledKernels(kernels_for(name)) for name in ("without AVX-512", "native")
+    oldest, old_machine, here = (
+        CompiledKernels(kernels_for(name)) for name in ("without AVX", "without AVX-512", "native")
     )
     for kind in KINDS:
         weight = quantized(kind, 8, 192)
-        assert isinstance(old_machine.linear(weight), TorchQuantizedLinear)
+        assert isinstance(oldest.linear(weight), TorchQuantizedLinear)
+        is_torchs = isinstance(old_machine.linear(weight), TorchQuantizedLinear)
+        assert is_torchs is (kind != "mxfp4")
         in_fp32 = KINDS[kind](torch.ones(8, 192))
         assert isinstance(here.linear(in_fp32), TorchQuantizedLinear)
 
@@ -293,7 +308,7 @@ def test_a_packed_weight_replaces_the_plain_one(kind):
 @pytest.mark.parametrize("first", [-1, 96])
 def test_no_place_outside_of_a_row_gets_to_the_kernel(first: int) -> None:
     kernels = load_cpu_kernels()
-    if not kernels.has_products:
+    if not kernels.has_bf16_instructions:
         pytest.skip("no bf16 instructions")
     weight = with_order(to_int4(torch.randn(32, 96).bfloat16(), 96))
     order = weight.order.clone()
