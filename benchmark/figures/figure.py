@@ -124,8 +124,8 @@ def load_panels(
     x_label: str,
     inches: tuple[float, float],
 ) -> Iterator[tuple[str, str, Any]]:
-    """A panel (Axes) of `canvas` for each load (down) and column (across), to draw into before the next is
-    asked for.
+    """The Axes of `canvas` for each load (down) and column (across), to draw into before the next
+    are asked for.
 
     Args:
         columns: names in `rows`, each with its label.
