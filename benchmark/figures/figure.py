@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -124,9 +123,9 @@ def load_panels(
     *,
     x_label: str,
     inches: tuple[float, float],
-) -> Iterator[tuple[str, str, Axes]]:
-    """A panel of `canvas` for each load (down) and column (across), to draw into before the next is
-    asked for.
+) -> Iterator[tuple[str, str, Any]]:
+    """The Axes of `canvas` for each load (down) and column (across), to draw into before the next
+    are asked for.
 
     Args:
         columns: names in `rows`, each with its label.

@@ -83,7 +83,10 @@ class RecordedLayers:
         self._recorded_layers = self._planned
         if self._recorded is None:
             logger.info(
-                "layers %s run kernel by kernel: they do more than call kernels", self._planned
+                "layers %d to %d are not recorded, as they do more than call kernels: each step "
+                "calls these from Python",
+                self._planned[0],
+                self._planned[-1],
             )
         return output
 

@@ -147,7 +147,9 @@ def make_parser(
     holds here."""
     from sglang.srt.server_args import ServerArgs
 
-    parser = kind(prog="python -m sgl_pipeline.launch_server")
+    # Of 600 flags argparse would print hundreds of lines before an error.
+    usage = "%(prog)s [--flag value ...]; --help lists all flags"
+    parser = kind(prog="python -m sgl_pipeline.launch_server", usage=usage)
     ServerArgs.add_cli_args(parser)
     ours = {
         "kv_cache_dtype": KV_CACHE_DTYPES,
