@@ -254,6 +254,8 @@ class _HeardCalls(TorchDispatchMode):
 def _is_view(function: Any, args: Any, result: Any) -> bool:
     """True if an operation of torch only gave its first argument's memory another shape."""
     tensors = [one for one in (*args[:1], result) if isinstance(one, torch.Tensor)]
+    if any(tensor.is_mkldnn for tensor in tensors):  # a weight that is packed for one product
+        return False
     addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return len(tensors) == 2 and len(addresses) == 1 and not function._schema.is_mutable
 
