@@ -296,7 +296,7 @@ def quantization_notice(
             isinstance(scheme, Int4Scheme) and scheme.rounds_rows
         )
         if not (kernels.has_int8_products if is_int8 else kernels.has_products):
-            needed = "avx512_vnni" if is_int8 else "avx512_bf16"
+            needed = "avx2" if is_int8 else "avx512_bf16"
             return slow + f"the compiled ones need a CPU with {needed}"
     return ""
 
