@@ -32,12 +32,12 @@ inline void add_step(const Byte* rows, const Byte* lines, const Byte* asked,
                      __m256i (&totals)[kRows][2]) {
   const __m256i low_half = _mm256_set1_epi8(15);
   __m256i pairs[kRows][2] = {};  // int16
-#pragma GCC unroll 4
   for (int line = 0; line < kStepLines; ++line) {
     __builtin_prefetch(asked + line * kLine);
 #pragma GCC unroll 2
     for (int high = 0; high < 2; ++high) {
       __m256i numbers[2];
+#pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const __m256i both = load_32(lines + line * kLine + half * kLine / 2);
         numbers[half] = _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, low_half);
@@ -45,13 +45,16 @@ inline void add_step(const Byte* rows, const Byte* lines, const Byte* asked,
 #pragma GCC unroll 6
       for (int row = 0; row < kRows; ++row) {
         const __m256i x = broadcast_four_bytes(rows + ((2 * line + high) * kRows + row) * kQuad);
+#pragma GCC unroll 2
         for (int half = 0; half < 2; ++half)
           pairs[row][half] =
-              _mm256_add_epi16(pairs[row][half], _mm256_maddubs_epi16(numbers[half], x));
+              in_order(_mm256_add_epi16(pairs[row][half], _mm256_maddubs_epi16(numbers[half], x)));
       }
     }
   }
+#pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
     for (int half = 0; half < 2; ++half)
       totals[row][half] = _mm256_add_epi32(
           totals[row][half], _mm256_madd_epi16(pairs[row][half], _mm256_set1_epi16(1)));
@@ -149,16 +152,13 @@ struct Int4Product {
                    int64_t part_steps) const {
     const int64_t block_bytes = product.block_numbers() / 2;
     const Byte* const lines = weight + block * block_bytes + first * kStepBytes;
-    const bool is_last = first + part_steps >= steps();
-    // The first of many rows ask for the part that comes next.
-    const Byte* const next = is_last ? lines + 2 * block_bytes - first * kStepBytes
-                                     : lines + part_steps * kStepBytes;
+    const int64_t num_steps = std::min(part_steps, steps() - first);
     const int64_t beside = (block * groups() + first / group_steps) * kBlock;
     return {lines,
             scales + beside,
             zeros + beside,
-            rows.groups() == 1 ? lines + kAhead : group == 0 ? next : lines,
-            std::min(part_steps, steps() - first),
+            lines + bytes_ahead(rows, group, first * kStepBytes, num_steps * kStepBytes, block_bytes),
+            num_steps,
             group_steps};
   }
 

@@ -13,63 +13,46 @@
 
 namespace {
 
-constexpr int64_t kPartInputs = 256;  // of a panel in int16: 16 KiB
-constexpr int kQuadWords = kQuad * kBlock * 2;  // bytes of a quad in int16
+constexpr int64_t kPartInputs = 512;  // of a panel, 16 KiB, for all rows
 
-// A block as it lies in memory. What lies `kAhead` on is asked for.
-struct Bytes {
-  const Byte* lines;
-
-  // The even or odd inputs of eight outputs.
-  __m256i pairs(int64_t quad, bool is_odd, int half) const {
-    const __m256i bytes = load_32(lines + quad * kLine + half * kLine / 2);
-    return _mm256_srai_epi16(is_odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
-  }
-  void ask(int64_t quad) const { __builtin_prefetch(lines + quad * kLine + kAhead); }
-};
-
-// A part of a block in int16, and the bytes of the part that comes next, which is asked for.
-struct Words {
-  const Byte* words;  // [quads, even or odd, 2 halves] vectors
-  const Byte* next;
-
-  __m256i pairs(int64_t quad, bool is_odd, int half) const {
-    return load_32(words + quad * kQuadWords + (is_odd * 2 + half) * kLine / 2);
-  }
-  void ask(int64_t quad) const { __builtin_prefetch(next + quad * kLine); }
-};
-
-void expand(const Bytes& bytes, int64_t quads, Byte* words) {
-  for (int64_t quad = 0; quad < quads; ++quad)
-    for (int place = 0; place < 4; ++place, words += kLine / 2)
-      _mm256_store_si256(reinterpret_cast<__m256i*>(words),
-                         bytes.pairs(quad, place / 2, place % 2));
+// The even or odd inputs of a quad of eight outputs.
+inline __m256i pairs_of(const Byte* source, bool is_odd) {
+  const __m256i bytes = load_32(source);
+  return _mm256_srai_epi16(is_odd ? bytes : _mm256_slli_epi16(bytes, 8), 8);
 }
 
-// Adds the products of a group of rows with a part of a block to the block's `sums`.
-template <int kRows, typename Weights>
-NOINLINE void multiply(const Byte* rows, const Weights weights, int64_t quads, int32_t* sums) {
+// Adds the products of a group of rows with a part of a block to the block's `sums`. Beside each line
+// of it one of `asked` is asked for.
+template <int kRows>
+NOINLINE void multiply(const Byte* rows, const Byte* lines, const Byte* asked, int64_t quads,
+                       int32_t* sums) {
   const auto sums_of = [&](int row, int half) {
     return reinterpret_cast<__m256i*>(sums + row * 2 * kBlock + half * kHalf);
   };
   __m256i totals[kRows][2];
+#pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) totals[row][half] = _mm256_load_si256(sums_of(row, half));
   for (int64_t quad = 0; quad < quads; ++quad) {
-    weights.ask(quad);
+    __builtin_prefetch(asked + quad * kLine);
+    const Byte* const line = lines + quad * kLine;
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
-      const __m256i pairs[2] = {weights.pairs(quad, odd, 0), weights.pairs(quad, odd, 1)};
+      const __m256i pairs[2] = {pairs_of(line, odd), pairs_of(line + kLine / 2, odd)};
 #pragma GCC unroll 6
       for (int row = 0; row < kRows; ++row) {
         const __m256i x = broadcast_four_bytes(rows + ((quad * kRows + row) * 2 + odd) * 4);
+#pragma GCC unroll 2
         for (int half = 0; half < 2; ++half)
           totals[row][half] =
-              _mm256_add_epi32(totals[row][half], _mm256_madd_epi16(x, pairs[half]));
+              in_order(_mm256_add_epi32(totals[row][half], _mm256_madd_epi16(x, pairs[half])));
       }
     }
   }
+#pragma GCC unroll 6
   for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) _mm256_store_si256(sums_of(row, half), totals[row][half]);
 }
 
@@ -99,10 +82,14 @@ struct Int8Product {
   void run(const PackedRows& rows, int64_t panel) const {
     alignas(kLine) OfPanel<int32_t> sums[kRowsTogether];
     std::memset(sums, 0, rows.count * sizeof(*sums));
-    if (rows.groups() > 1)
-      multiply_in_parts(rows, panel, sums);
-    else
-      multiply_as_it_lies(rows, panel, sums);
+    const int64_t inputs = product.padded_inputs();
+    const int64_t part_inputs = rows.groups() > 1 ? kPartInputs : inputs;
+    for (int64_t first = 0; first < inputs; first += part_inputs)
+      for (int64_t group = 0; group < rows.groups(); ++group)
+        for (int block = 0; block < product.blocks_of(panel); ++block)
+          multiply_group(rows, group, 2 * panel + block, first,
+                         std::min(part_inputs, inputs - first),
+                         sums[group * kSideRows] + block * kBlock);
     OfPanel<float> weight_scales;
     gather(product, panel, scales, weight_scales);
     finish(product, rows, panel, [&](int64_t row, int i) {
@@ -113,39 +100,17 @@ struct Int8Product {
     });
   }
 
-  void multiply_as_it_lies(const PackedRows& rows, int64_t panel,
-                           OfPanel<int32_t>* sums) const {
-    const int64_t quads = product.padded_inputs() / kQuad;
-    for (int block = 0; block < product.blocks_of(panel); ++block) {
-      const Bytes bytes{weight + (2 * panel + block) * product.block_numbers()};
-      for_rows(rows.in_group(0), [&](auto count) {
-        multiply<count>(rows.numbers, bytes, quads, sums[0] + block * kBlock);
-      });
-    }
-  }
-
-  void multiply_in_parts(const PackedRows& rows, int64_t panel, OfPanel<int32_t>* sums) const {
-    const int64_t inputs = product.padded_inputs(), block_bytes = product.block_numbers();
-    const Byte* const first_block = weight + 2 * panel * block_bytes;
-    alignas(kLine) Byte words[2][kPartInputs / kQuad * kQuadWords];
-    for (int64_t first = 0; first < inputs; first += kPartInputs) {
-      const int64_t quads = std::min(kPartInputs, inputs - first) / kQuad;
-      const bool is_last = first + kPartInputs >= inputs;
-      const Byte* const next = is_last ? first_block + 2 * block_bytes
-                                       : first_block + (first + kPartInputs) * kBlock;
-      for (int block = 0; block < product.blocks_of(panel); ++block)
-        expand(Bytes{first_block + block * block_bytes + first * kBlock}, quads, words[block]);
-      for (int64_t group = 0; group < rows.groups(); ++group)
-        for (int block = 0; block < product.blocks_of(panel); ++block) {
-          // The first rows ask; for the others, what is asked for is there.
-          const Byte* const asked = group == 0 ? next + block * block_bytes : words[block];
-          for_rows(rows.in_group(group), [&](auto count) {
-            multiply<count>(rows.group_numbers(group) + first * kNumberBytes * count,
-                            Words{words[block], asked}, quads,
-                            sums[group * kSideRows] + block * kBlock);
-          });
-        }
-    }
+  // The inputs [first, first + count) of a block.
+  void multiply_group(const PackedRows& rows, int64_t group, int64_t block, int64_t first,
+                      int64_t count, int32_t* sums) const {
+    const int64_t block_bytes = product.block_numbers();
+    const Byte* const lines = weight + block * block_bytes + first * kBlock;
+    const Byte* const asked =
+        lines + bytes_ahead(rows, group, first * kBlock, count * kBlock, block_bytes);
+    for_rows(rows.in_group(group), [&](auto num_rows) {
+      multiply<num_rows>(rows.group_numbers(group) + first * kNumberBytes * num_rows, lines, asked,
+                         count / kQuad, sums);
+    });
   }
 };
 

@@ -82,6 +82,17 @@ struct PackedRows {
   const Byte* group_numbers(int64_t group) const { return numbers + group * kSideRows * row_bytes; }
 };
 
+// From the bytes [first, first + count) of a block to those that are asked for beside a group's
+// products with them. One group alone reads the weight as it lies in memory. Of several groups the
+// first asks for the part that comes next, of this panel or of the next one; the others, for which
+// it is there, ask for what they read.
+inline int64_t bytes_ahead(const PackedRows& rows, int64_t group, int64_t first, int64_t count,
+                           int64_t block_bytes) {
+  if (rows.groups() == 1) return kAhead;
+  if (group > 0) return 0;
+  return first + count < block_bytes ? count : 2 * block_bytes - first;
+}
+
 inline __m256i load_32(const Byte* source) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
 }
@@ -90,6 +101,13 @@ inline __m256i broadcast_four_bytes(const Byte* source) {
   int32_t four;
   std::memcpy(&four, source, sizeof(four));
   return _mm256_set1_epi32(four);
+}
+
+// A sum that is finished before the next number is added to it: GCC would add up the numbers first,
+// which takes more registers than there are.
+inline __m256i in_order(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
 }
 
 inline float number_of(BFloat16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
