@@ -60,8 +60,8 @@ inline void add_step(const Byte* rows, const Byte* lines, const Byte* asked,
           totals[row][half], _mm256_madd_epi16(pairs[row][half], _mm256_set1_epi16(1)));
 }
 
-// Adds the products of a group of rows with a part of a block to the block's `sums`. A row's sums
-// of its groups' numbers, negated, are in `group_sums`, `scales_per_row` after those of the row before.
+// Adds the products of a group of rows with a part of a block to the block's `sums`. In `group_sums`
+// are a row's sums of its groups' numbers, negated, `scales_per_row` after those of the row before.
 template <int kRows>
 NOINLINE void multiply(const Byte* rows, const float* group_sums, int64_t scales_per_row,
                        const Int4Part& part, float* sums) {
@@ -154,12 +154,9 @@ struct Int4Product {
     const Byte* const lines = weight + block * block_bytes + first * kStepBytes;
     const int64_t num_steps = std::min(part_steps, steps() - first);
     const int64_t beside = (block * groups() + first / group_steps) * kBlock;
-    return {lines,
-            scales + beside,
-            zeros + beside,
-            lines + bytes_ahead(rows, group, first * kStepBytes, num_steps * kStepBytes, block_bytes),
-            num_steps,
-            group_steps};
+    const int64_t ahead =
+        bytes_ahead(rows, group, first * kStepBytes, num_steps * kStepBytes, block_bytes);
+    return {lines, scales + beside, zeros + beside, lines + ahead, num_steps, group_steps};
   }
 
   void multiply_group(const PackedRows& rows, int64_t group, const Int4Part& part, int64_t first,

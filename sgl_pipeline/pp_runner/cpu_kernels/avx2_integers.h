@@ -35,11 +35,11 @@ constexpr int kBlock = 16;  // outputs
 constexpr int kLine = 64;   // bytes
 constexpr int kHalf = 8;    // outputs of a vector
 constexpr int kQuad = 4;    // inputs of which a weight has its numbers side by side
-constexpr int64_t kTileInputs = 64;    // of a packed weight
-constexpr int64_t kStepInputs = 32;    // of which packed rows have a multiple
-constexpr int kSideRows = 6;           // of a group: with a block their sums take 12 of 16 registers
+constexpr int64_t kTileInputs = 64;     // of a packed weight
+constexpr int64_t kStepInputs = 32;     // of which packed rows have a multiple
+constexpr int kSideRows = 6;            // of a group: its sums with a block take 12 of 16 registers
 constexpr int64_t kRowsTogether = 192;  // for which a panel is read from memory once
-constexpr int64_t kAhead = 4096;       // bytes, where no other rows wait for the weight
+constexpr int64_t kAhead = 2048;        // bytes, where no other rows wait for the weight
 constexpr float kLargest = 127.0f;
 constexpr float kSmallestRow = 0x1p-100f;  // the largest number of a row that is all zeros to us
 
