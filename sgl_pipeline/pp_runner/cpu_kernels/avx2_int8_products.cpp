@@ -1,8 +1,8 @@
 // Products of rows with a packed int8 weight by AVX2: int8_products.cpp for machines without VNNI.
 //
 // Numbers of rows and weights become int16, whose products the processor adds in pairs, as int32:
-// exact for a weight of -128, too. AVX2's multiplication of bytes wants one of two unsigned and rounds
-// off large sums; with signs moved from one to the other it takes as many instructions.
+// exact for a weight of -128, too. AVX2's multiplication of bytes wants one of two factors unsigned,
+// which takes as many instructions.
 //
 // A vector has four inputs of eight outputs. Its bytes at even places are one vector of int16, those
 // at odd places another, so packed rows have the first and third of four inputs before the others.
@@ -120,7 +120,8 @@ extern "C" int sglp_has_int8_products() { return 1; }
 
 extern "C" void sglp_int8_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
                                   const void* rows, const void* weight, const void* scales,
-                                  const void*, const void* bias, void* out, int num_threads) {
+                                  const void* /* corrections */, const void* bias, void* out,
+                                  int num_threads) {
   const IntegerProduct product{num_rows,
                                inputs,
                                outputs,
