@@ -302,7 +302,7 @@ def quantization_notice(
         elif isinstance(scheme, Int8Scheme) or (
             isinstance(scheme, Int4Scheme) and scheme.rounds_rows
         ):
-            needed, is_there = "avx512_vnni", kernels.has_int8_products
+            needed, is_there = "avx2", kernels.has_int8_products
         else:
             needed, is_there = "avx512_bf16", kernels.has_bf16_instructions
         if not is_there:

@@ -31,6 +31,7 @@ PAGE_SIZE, NUM_PAGES = 4, 200
 ALL_LAYERS = range(NUM_LAYERS)
 DENSE = ("llama", "llama-biases-linear-rope", "qwen2-tied", "qwen3", "glm4")
 ONLINE = ("w8a8_int8 of qwen3", "w4a8_int8 of pack-quantized")
+ALL_INT8 = ONLINE[0]  # the others leave a matrix in 16 bits
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,8 @@ def test_bits_are_those_of_kernel_by_kernel(
     name: str, kernels: CpuKernels, num_threads: int
 ) -> None:
     recorded = hold_to_kernel_by_kernel(name, kernels)
-    assert recorded.is_recorded or not kernels.has_int8_products
+    has_ours = kernels.has_int8_products if name == ALL_INT8 else kernels.has_products
+    assert recorded.is_recorded or not has_ours
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])

@@ -10,7 +10,7 @@
 
 #include "int8_rows.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(SGLP_HAS_VNNI)
 
 namespace {
 
@@ -207,7 +207,7 @@ extern "C" void sglp_int4_product(int64_t num_rows, int64_t inputs, int64_t outp
               num_threads);
 }
 
-#else
+#elif !defined(SGLP_HAS_AVX2_INTEGERS)
 
 extern "C" void sglp_int4_product(int64_t, int64_t, int64_t, int, int64_t, const void*, const void*,
                                   const void*, const void*, const void*, void*, int) {}

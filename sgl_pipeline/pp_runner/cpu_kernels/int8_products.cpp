@@ -9,7 +9,7 @@
 #include "int8_rows.h"
 #include "packed_panels.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(SGLP_HAS_VNNI)
 
 namespace {
 
@@ -84,7 +84,7 @@ extern "C" void sglp_int8_product(int64_t num_rows, int64_t inputs, int64_t outp
               num_threads);
 }
 
-#else
+#elif !defined(SGLP_HAS_AVX2_INTEGERS)
 
 extern "C" int sglp_has_int8_products() { return 0; }
 extern "C" void sglp_int8_product(int64_t, int64_t, int64_t, int, const void*, const void*,

@@ -4,9 +4,10 @@
 
 #pragma once
 
+#include "integer_instructions.h"
 #include "product_panels.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(SGLP_HAS_VNNI)
 
 namespace {
 

@@ -54,7 +54,8 @@ class CpuKernels:
         has_products: whether `product` and `mxfp4_product` can be called, which need AVX2 or bf16
             instructions.
         has_bf16_instructions: whether these do the two, and `expanded_product` can be called too.
-        has_int8_products: whether `int8_product` and `int4_product` can, which need VNNI.
+        has_int8_products: whether `int8_product` and `int4_product` can, which need AVX-512 VNNI
+            or AVX2.
     """
 
     def __init__(self, functions: CompiledFunctions) -> None:
@@ -75,7 +76,8 @@ class CpuKernels:
         # The gated delta rule, with a state per request (gated_delta.cpp).
         self.gated_delta = kernel("gated_delta")
         # Products of rows with a packed weight: bf16 (products.cpp), 8 bits (int8_products.cpp),
-        # 4 bits (int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp), MXFP4 as bf16
+        # 4 bits (int4_products.cpp), both without VNNI (avx2_int8_products.cpp,
+        # avx2_int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp), MXFP4 as bf16
         # (mxfp4_products.cpp); bf16 and MXFP4 without bf16 instructions (vector_products.cpp).
         self.product = kernel("product")
         self.int8_product = kernel("int8_product")

@@ -105,7 +105,7 @@ class CompiledInt8Linear(_QuantizedLinear):
         super().__init__(kernels, weight, bias, is_gated)
         self._scales = weight.scales.contiguous()
         sums = weight.values.sum(dim=1, dtype=torch.int32)
-        self._corrections = 128 * sums
+        self._corrections = 128 * sums  # for VNNI, which wants rows unsigned
         self._packed = in_lines(weight.values, 4, is_gated)
 
     def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:

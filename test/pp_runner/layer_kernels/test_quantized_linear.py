@@ -50,6 +50,7 @@ KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "mxfp4": to_mxfp4,
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+WITHOUT_BF16_INSTRUCTIONS = {"int8", "mxfp4", *(kind for kind in KINDS if "int8 rows" in kind)}
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +151,52 @@ def test_the_compiled_product_is_that_of_plain_torch(
     if kind == "int8":
         assert torch.equal(y, expected)
     torch.testing.assert_close(y, expected, rtol=2.0**-7, atol=1e-3)
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [1, 6, 7, 70, 300])
+@pytest.mark.parametrize("group_size", [32, 96, 288])
+def test_groups_of_four_bits_are_added_up_in_order(instructions, group_size, num_rows):
+    """The bits of every instruction set, computed from exact sums of groups."""
+    weight = for_int8_rows(with_zeros(to_int4(random(11, 40, 576), group_size)))
+    x, bias = random(12, num_rows, 576), random(13, 40)
+    values, row_scales = round_rows_to_int8(x)
+    numbers = weight.numbers - weight.zeros.repeat_interleave(group_size, dim=1).double()
+    sums = torch.zeros(num_rows, 40)
+    for group, scales in enumerate(weight.scales.unbind(1)):
+        places = slice(group * group_size, (group + 1) * group_size)
+        exact_sums = values[:, places].double() @ numbers[:, places].T
+        sums = (exact_sums * scales.double() + sums.double()).float()
+    expected = (sums * row_scales[:, None] + bias.float()).bfloat16()
+    assert torch.equal(compiled(instructions, weight, bias)(x), expected)
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [1, 7])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_numbers_are_summed_exactly(instructions, sign, num_rows):
+    """All of one sign, so that no sum on the way has room for more."""
+    x = torch.full((num_rows, 1024), sign).bfloat16()
+    for number in (-128, 127):
+        values = torch.full((16, 1024), number, dtype=torch.int8)
+        weight: QuantizedWeight = Int8Weight(values, torch.full((16,), 2.0**-10), torch.bfloat16)
+        y = compiled(instructions, weight)(x)
+        assert torch.equal(y, torch.full((num_rows, 16), sign * number).bfloat16())
+    numbers = torch.full((16, 1024), 15)
+    for zero in (0, 15):
+        weight = Int4Weight(
+            pack_halves(numbers),
+            torch.full((16, 2), 2.0**-10),
+            torch.full((16, 2), zero, dtype=torch.uint8),
+            512,
+            None,
+            torch.bfloat16,
+            rounds_rows=True,
+        )
+        y = compiled(instructions, weight)(x)
+        assert torch.equal(y, torch.full((num_rows, 16), sign * (15 - zero)).bfloat16())
 
 
 @pytest.mark.compiler
@@ -287,7 +334,7 @@ def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch():
         weight = quantized(kind, 8, 192)
         assert isinstance(oldest.linear(weight), TorchQuantizedLinear)
         is_torchs = isinstance(old_machine.linear(weight), TorchQuantizedLinear)
-        assert is_torchs is (kind != "mxfp4")
+        assert is_torchs is (kind not in WITHOUT_BF16_INSTRUCTIONS)
         in_fp32 = KINDS[kind](torch.ones(8, 192))
         assert isinstance(here.linear(in_fp32), TorchQuantizedLinear)
 
