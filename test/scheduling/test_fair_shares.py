@@ -187,6 +187,23 @@ def test_a_newcomer_goes_before_the_prompts_of_a_flood() -> None:
     pipeline.drain()
 
 
+def test_a_flood_that_comes_where_another_had_all_it_wanted_is_not_first() -> None:
+    """Though the other has had more than a burst by then."""
+    pipeline = pipeline_of(slots=64)
+    for number in range(30):
+        add(pipeline, f"early{number}", 100, 3, "b")
+        pipeline.drain()
+    for number in range(16):
+        add(pipeline, f"a{number}", 100, 3, "a")
+    for _ in range(4):
+        pipeline.fill()
+        pipeline.complete()
+    late = add(pipeline, "late", 10, 3, "b")
+    pipeline.fill()
+    assert late.num_scheduled == 10
+    pipeline.drain()
+
+
 def test_a_full_server_gives_a_place_to_who_has_none() -> None:
     pipeline = pipeline_of(slots=4)
     floods = [add(pipeline, f"a{number}", 3, 200, "a") for number in range(8)]
