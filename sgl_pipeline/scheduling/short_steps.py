@@ -11,6 +11,9 @@ queue, is its wait. Prefill is bounded by a step's predicted time, the greatest 
 - but no higher than to where smaller steps with the same mixture would take `cost_share` more time
   for their work than those of the policy: weights are read, and kernels started, for each step.
 - In any case somewhat more than the decodes of the step, so that prefill goes on.
+
+A newcomer's prompt that nearly fits is not cut: it would end a step later, and passes the stages
+sooner in a step that is longer by less than that step's share of them, one of the pipeline's depth.
 """
 
 from dataclasses import replace
@@ -73,10 +76,13 @@ class ShortSteps:
         whole = _with_prefill(decodes, budget.prefill_tokens, load)
         cheap_ms = shortest_ms(whole, times, self._cost_share)
         step_ms = max(least_ms, min(step_ms, cheap_ms))
+        newcomer_ms = step_ms * (1.0 + 1.0 / load.pipeline_depth)
         if limit is None:
-            limit = TimeLimit(step_ms, min(LEAST_PREFILL_TOKENS, budget.prefill_tokens), times)
+            least_tokens = min(LEAST_PREFILL_TOKENS, budget.prefill_tokens)
+            limit = TimeLimit(step_ms, least_tokens, times, newcomer_ms=newcomer_ms)
         elif limit.step_ms > step_ms:
-            limit = replace(limit, step_ms=step_ms)
+            newcomer_ms = min(newcomer_ms, limit.step_ms)
+            limit = replace(limit, step_ms=step_ms, newcomer_ms=newcomer_ms)
         else:
             return budget
         if times.step_ms(whole) <= step_ms:

@@ -117,6 +117,11 @@ class Tenants:
         known = self._known.get(name)
         return known or Tenant(name, self.weight_of(name), self._entry_level)
 
+    def has_saved(self, name: str) -> bool:
+        """True if at least half of what the tenant may save up is left: it asks for less than its
+        share."""
+        return self.get(name).level <= self._system_time - 0.5 * self._burst
+
     def begins_to_wait(self, name: str) -> Tenant:
         """A request of the tenant waits from now on, and may be served."""
         tenant = self._known.get(name)

@@ -194,3 +194,17 @@ def test_who_comes_where_none_waits_is_before_who_runs() -> None:
         serve(tenants, "a", 50)
     assert waits(tenants, "b").virtual_time == tenants.get("a").virtual_time
     assert tenants.get("b").rank < tenants.get("a").rank
+
+
+def test_a_tenant_has_saved_while_half_of_its_burst_is_left() -> None:
+    tenants = Tenants({}, burst_tokens=100.0)
+    waits(tenants, "flood")
+    for _ in range(20):
+        serve(tenants, "flood", 50)
+    late = waits(tenants, "late")
+    serve(tenants, "late", 40)
+    assert tenants.has_saved("late")
+    assert not tenants.has_saved("flood")
+    serve(tenants, "late", 40)
+    assert late.rank < tenants.get("flood").rank
+    assert not tenants.has_saved("late"), "though it is still first"
