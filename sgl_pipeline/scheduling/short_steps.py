@@ -22,9 +22,10 @@ from sgl_pipeline.pipeline_load import PipelineLoad, TimeLimit, TokenBudget
 from sgl_pipeline.step_work import StepTimes, StepWork
 
 # The part of the bound that steps fill in the mean where they are shorter than the cost allows.
-FILLED_SHARE = 0.9
-# The mean of steps forgets by this share a step: it is that of about the last 300.
-FORGOTTEN_SHARE = 0.003
+FILLED_SHARE = 0.96
+# The mean of steps forgets by this share a step: it is that of about the last 125. Steps that are
+# all full grow by a third of a thousandth each.
+FORGOTTEN_SHARE = 0.008
 # A bound is never less than this many times the shortest step, which reads all weights, nor than
 # the decodes of its step and this share of them.
 LEAST_STEPS = 2.25
