@@ -86,12 +86,15 @@ class DecodeShare:
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
     """The time limit of a step, by `times`: prefill fills the rest of `step_ms` after its decodes,
-    and gets `least_prefill_tokens` of one prompt in any case. `decodes` None: by count alone."""
+    and gets `least_prefill_tokens` of one prompt in any case. `decodes` None: by count alone. The
+    prompt of a tenant that asks for less than its share may stretch the step to `newcomer_ms` if it
+    ends there."""
 
     step_ms: float
     least_prefill_tokens: int
     times: StepTimes
     decodes: DecodeShare | None = None
+    newcomer_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,8 @@ class Admission:
                 if newcomer is None:
                     continue
                 request = newcomer
+                if shares.tenants.has_saved(request.tenant):
+                    room.stretch(_seen(request), request.remaining_prefill)
             elif running is not None:
                 turns.went_on(running)
                 request = running
@@ -120,8 +122,7 @@ class Admission:
 
     def _prefill(self, request: Request, room: PrefillRoom, chunks: list[Chunk]) -> None:
         """Appends the longest chunk that budget and pages allow."""
-        # The tokens before those of a request with a lease are attended to elsewhere.
-        seen = 0 if request.lease is not None else request.num_scheduled
+        seen = _seen(request)
         length = room.chunk_length(seen, request.remaining_prefill)
         length = min(length, self._pages.reachable_tokens(request) - request.num_scheduled)
         if length <= 0:
@@ -208,3 +209,8 @@ class Admission:
             self.num_cached_tokens += num_cached - request.leased_tokens
         self._on_admitted(request)
         return request
+
+
+def _seen(request: Request) -> int:
+    """Tokens that the next chunk attends to here: those of a lease are attended to elsewhere."""
+    return 0 if request.lease is not None else request.num_scheduled

@@ -4,6 +4,7 @@ It sees no request and no page.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sgl_pipeline.microbatch import Chunk
 from sgl_pipeline.step_work import StepWork, attended_tokens
@@ -62,6 +63,16 @@ class PrefillRoom:
             length = longest if is_worth_it else 0
             length = max(length, min(self._least_tokens, least))
         return with_tiny_tail(length, remaining)
+
+    def stretch(self, start: int, length: int) -> None:
+        """Makes room for the `length` tokens from position `start` with which a newcomer's prompt
+        ends, where `newcomer_ms` allows it."""
+        limit = self._limit
+        if limit is None or length > self._left_tokens:
+            return
+        whole_ms = limit.times.step_ms(self._with_chunk(start, length, False))
+        if limit.step_ms < whole_ms <= limit.newcomer_ms:
+            self._limit = replace(limit, step_ms=whole_ms)
 
     def take(self, start: int, length: int, samples: bool) -> None:
         """Counts a chunk of the step."""

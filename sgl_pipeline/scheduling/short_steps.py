@@ -11,6 +11,9 @@ queue, is its wait. Prefill is bounded by a step's predicted time, the greatest 
 - but no higher than to where smaller steps with the same mixture would take `cost_share` more time
   for their work than those of the policy: weights are read, and kernels started, for each step.
 - In any case somewhat more than the decodes of the step, so that prefill goes on.
+
+A newcomer's prompt that nearly fits is not cut: it would end a step later, and passes the stages
+sooner in a step that is longer by less than that step's share of them, one of the pipeline's depth.
 """
 
 from dataclasses import replace
@@ -19,9 +22,10 @@ from sgl_pipeline.pipeline_load import PipelineLoad, TimeLimit, TokenBudget
 from sgl_pipeline.step_work import StepTimes, StepWork
 
 # The part of the bound that steps fill in the mean where they are shorter than the cost allows.
-FILLED_SHARE = 0.9
-# The mean of steps forgets by this share a step: it is that of about the last 300.
-FORGOTTEN_SHARE = 0.003
+FILLED_SHARE = 0.96
+# The mean of steps forgets by this share a step: it is that of about the last 125. Steps that are
+# all full grow by a third of a thousandth each.
+FORGOTTEN_SHARE = 0.008
 # A bound is never less than this many times the shortest step, which reads all weights, nor than
 # the decodes of its step and this share of them.
 LEAST_STEPS = 2.25
@@ -73,10 +77,13 @@ class ShortSteps:
         whole = _with_prefill(decodes, budget.prefill_tokens, load)
         cheap_ms = shortest_ms(whole, times, self._cost_share)
         step_ms = max(least_ms, min(step_ms, cheap_ms))
+        newcomer_ms = step_ms * (1.0 + 1.0 / load.pipeline_depth)
         if limit is None:
-            limit = TimeLimit(step_ms, min(LEAST_PREFILL_TOKENS, budget.prefill_tokens), times)
+            least_tokens = min(LEAST_PREFILL_TOKENS, budget.prefill_tokens)
+            limit = TimeLimit(step_ms, least_tokens, times, newcomer_ms=newcomer_ms)
         elif limit.step_ms > step_ms:
-            limit = replace(limit, step_ms=step_ms)
+            newcomer_ms = min(newcomer_ms, limit.step_ms)
+            limit = replace(limit, step_ms=step_ms, newcomer_ms=newcomer_ms)
         else:
             return budget
         if times.step_ms(whole) <= step_ms:

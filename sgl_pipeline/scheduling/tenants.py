@@ -11,12 +11,13 @@ is lifted as in WF2Q+ (Bennett and Zhang, 1996):
   time of the backlogged tenants. It also rises with all service, at half the rate at which the
   backlogged tenants rise together: then any number of newcomers, each of which is first when it
   comes, cannot keep an older tenant from its turn.
-- When no tenant is backlogged, each has had what it asked for: the system's virtual time rises to
-  the highest of them, and no more than a burst is owed.
+- When no tenant is backlogged, each has had what it asked for, and nothing is owed: the entry level
+  rises to the highest of them. With a burst below it, a tenant that begins to flood a server where
+  another had all it wanted would be first for a second.
 
 So of two tenants that are backlogged for a while, the service by weight differs by no more than a
 burst and what the requests that one of them had running can still take. A tenant whose virtual time
-the entry level has reached is forgotten: it would be lifted to it anyway.
+is below the entry level is forgotten: it would be lifted to it anyway.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +83,7 @@ class Tenants:
         self._weights = dict(weights)
         self._known: dict[str, Tenant] = {}
         self._backlogged: LeastFirst[Tenant] = LeastFirst(lambda one: (one.level,))
-        self._others: LeastFirst[Tenant] = LeastFirst(lambda one: (one.level,))
+        self._others: LeastFirst[Tenant] = LeastFirst(_level_and_turn)
         self._backlogged_weight = 0.0
         self._burst_ms, self._burst_tokens = burst_ms, burst_tokens
         self._system_time = 0.0
@@ -101,9 +102,12 @@ class Tenants:
         return tuple(self._backlogged)
 
     @property
+    def _burst(self) -> float:
+        return self._burst_tokens if self._times is None else self._burst_ms
+
+    @property
     def _entry_level(self) -> float:
-        burst = self._burst_tokens if self._times is None else self._burst_ms
-        return self._system_time - burst
+        return self._system_time - self._burst
 
     def weight_of(self, name: str) -> float:
         return self._weights.get(name, DEFAULT_WEIGHT)
@@ -112,6 +116,11 @@ class Tenants:
         """The tenant as it is now; one that is not remembered would enter at this level."""
         known = self._known.get(name)
         return known or Tenant(name, self.weight_of(name), self._entry_level)
+
+    def has_saved(self, name: str) -> bool:
+        """True if at least half of what the tenant may save up is left: it asks for less than its
+        share."""
+        return self.get(name).level <= self._system_time - 0.5 * self._burst
 
     def begins_to_wait(self, name: str) -> Tenant:
         """A request of the tenant waits from now on, and may be served."""
@@ -197,7 +206,13 @@ class Tenants:
             self._system_time = max(self._system_time, least.level)
         elif self._known:
             highest = max(one.level for one in self._known.values())
-            self._system_time = max(self._system_time, highest)
-        while (tenant := self._others.first()) is not None and tenant.level <= self._entry_level:
+            self._system_time = max(self._system_time, highest + self._burst)
+        # One that was served and is at the entry level stays: who comes now is before it.
+        entry = self._entry_level, 1
+        while (tenant := self._others.first()) is not None and _level_and_turn(tenant) < entry:
             self._others.discard(tenant)
             del self._known[tenant.name]
+
+
+def _level_and_turn(tenant: Tenant) -> tuple[float, int]:
+    return tenant.level, tenant.last_served

@@ -13,10 +13,19 @@ from zlib import crc32
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pipelines import FakePipeline, make_request, new_pipeline, output_when_alone
+from support.pipelines import (
+    FakePipeline,
+    make_request,
+    new_pipeline,
+    new_scheduler,
+    output_when_alone,
+)
+from support.saved_costs import flat
 
 from sgl_pipeline.args import POLICIES, SchedulingArgs, ThrottleArgs
+from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.microbatch import Microbatch
+from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.requests import Request, RequestState
 from sgl_pipeline.scheduling.step_service import service_of
 
@@ -187,6 +196,23 @@ def test_a_newcomer_goes_before_the_prompts_of_a_flood() -> None:
     pipeline.drain()
 
 
+def test_a_flood_that_comes_where_another_had_all_it_wanted_is_not_first() -> None:
+    """Though the other has had more than a burst by then."""
+    pipeline = pipeline_of(slots=64)
+    for number in range(30):
+        add(pipeline, f"early{number}", 100, 3, "b")
+        pipeline.drain()
+    for number in range(16):
+        add(pipeline, f"a{number}", 100, 3, "a")
+    for _ in range(4):
+        pipeline.fill()
+        pipeline.complete()
+    late = add(pipeline, "late", 10, 3, "b")
+    pipeline.fill()
+    assert late.num_scheduled == 10
+    pipeline.drain()
+
+
 def test_a_full_server_gives_a_place_to_who_has_none() -> None:
     pipeline = pipeline_of(slots=4)
     floods = [add(pipeline, f"a{number}", 3, 200, "a") for number in range(8)]
@@ -299,3 +325,21 @@ def test_the_state_names_tenants_and_their_shares() -> None:
     assert min(one.lead or 0.0 for one in states.values()) == 0.0
     assert all(one.pages > 0 for one in states.values() if one.running)
     assert pipeline_of(by=None).core.state(0.0).tenants == ()
+
+
+def test_the_prompt_of_a_light_tenant_is_not_cut_where_it_nearly_fits() -> None:
+    args = SchedulingArgs(page_size=1, max_running_requests=64, fair_shares_by="user")
+    scheduler = new_scheduler(args, ThrottleArgs(), num_pages=20_000, num_stages=2)
+    # 5 ms and 0.1 a token.
+    layer = LayerCost(RowCost((1.0,), (5.1,), 0.1), 0.0, 0.0, 0.0)
+    costs = StepCosts(layer, flat(0.0), flat(0.0), (1.0,))
+    pipeline = FakePipeline(scheduler, 1, StepPredictor(costs))
+    for number in range(30):
+        add(pipeline, f"a{number}", 500, 3, "a")
+    for _ in range(4):
+        pipeline.fill()
+        pipeline.complete()
+    assert sum(chunk.length for chunk in pipeline.microbatches[-1].chunks) < 80
+    late = add(pipeline, "late", 90, 3, "b")
+    pipeline.fill()
+    assert late.num_scheduled == 90

@@ -111,3 +111,14 @@ def test_without_a_limit_of_time_tokens_count(tokens: int) -> None:
     room = PrefillRoom(TokenBudget(tokens, 0, "WT"), [])
     assert room.is_open == (tokens > 0)
     assert room.chunk_length(5000, 300) == tokens
+
+
+@pytest.mark.parametrize(("newcomer_ms", "fits"), [(17.0, True), (16.0, False)])
+def test_a_newcomer_stretches_the_step_if_its_prompt_then_ends(
+    newcomer_ms: float, fits: bool
+) -> None:
+    budget = TokenBudget(500, 0, "WT", TimeLimit(10.0, 0, Times(), newcomer_ms=newcomer_ms))
+    room, usual = PrefillRoom(budget, []), PrefillRoom(budget, []).chunk_length(0, 90)
+    assert usual < 90
+    room.stretch(0, 90)  # to 5 + 7.4 + 4.1 ms
+    assert room.chunk_length(0, 90) == (90 if fits else usual)

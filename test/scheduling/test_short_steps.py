@@ -128,3 +128,14 @@ def test_the_smallest_step_is_cheap_enough_and_no_larger_than_that() -> None:
     step_ms = shortest_ms(whole, TIMES, 0.03)
     cost = step_ms / ((step_ms - FIXED_MS) / TOKEN_MS) / (whole_ms / 2048)
     assert 1.02 < cost <= 1.03
+
+
+@pytest.mark.parametrize("policy_ms", [None, WHOLE_MS, 1.1 * FIXED_MS * LEAST_STEPS])
+def test_the_prompt_of_a_newcomer_may_stretch_a_step_but_not_beyond_the_policy(
+    policy_ms: float | None,
+) -> None:
+    limit = None if policy_ms is None else TimeLimit(policy_ms, 32, TIMES)
+    bounded = ShortSteps(0.03).bounded(TokenBudget(2000, 0, "MaxP", limit), load()).time
+    assert bounded is not None
+    stretched_ms = bounded.step_ms * 1.25  # by one of the four steps in flight
+    assert bounded.newcomer_ms == min(stretched_ms, policy_ms or stretched_ms)

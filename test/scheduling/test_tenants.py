@@ -164,3 +164,47 @@ def test_who_asks_for_less_than_its_share_saves_up_a_burst_and_no_more() -> None
     for _ in range(20):
         serve(tenants, "flood", 50)
     assert waits(tenants, "late").virtual_time == flood.virtual_time - 100.0
+
+
+def test_a_flood_is_not_first_for_a_burst_where_others_had_all_they_wanted() -> None:
+    tenants = Tenants({}, burst_tokens=100.0)
+    light = waits(tenants, "light")
+    tenants.ends_to_wait(light)
+    serve(tenants, "light", 500)
+    assert waits(tenants, "flood").virtual_time == light.virtual_time == 400.0
+    serve(tenants, "flood", 10)
+    assert waits(tenants, "light").rank < tenants.get("flood").rank
+
+
+def test_a_flood_that_comes_while_another_waits_is_owed_half_of_what_that_has_had_since() -> None:
+    tenants = Tenants({}, burst_tokens=100.0)
+    tenants.ends_to_wait(waits(tenants, "light"))
+    serve(tenants, "light", 500)
+    light = waits(tenants, "light")
+    serve(tenants, "light", 30)
+    assert light.virtual_time == 530.0 - 100.0
+    assert waits(tenants, "flood").virtual_time == 515.0 - 100.0
+
+
+def test_who_comes_where_none_waits_is_before_who_runs() -> None:
+    """Whatever their names."""
+    tenants = Tenants({}, burst_tokens=100.0)
+    tenants.ends_to_wait(waits(tenants, "a"))
+    for _ in range(9):
+        serve(tenants, "a", 50)
+    assert waits(tenants, "b").virtual_time == tenants.get("a").virtual_time
+    assert tenants.get("b").rank < tenants.get("a").rank
+
+
+def test_a_tenant_has_saved_while_half_of_its_burst_is_left() -> None:
+    tenants = Tenants({}, burst_tokens=100.0)
+    waits(tenants, "flood")
+    for _ in range(20):
+        serve(tenants, "flood", 50)
+    late = waits(tenants, "late")
+    serve(tenants, "late", 40)
+    assert tenants.has_saved("late")
+    assert not tenants.has_saved("flood")
+    serve(tenants, "late", 40)
+    assert late.rank < tenants.get("flood").rank
+    assert not tenants.has_saved("late"), "though it is still first"
