@@ -82,6 +82,24 @@ class GuardedTokenizerManager(TokenizerManager):
                 message = f"the request cannot be read: {error}"
                 raise RefusedRequestError(message, HTTPStatus.BAD_REQUEST) from error
 
+    def _wait_one_response(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        """As upstream's, which makes a task and a timer for each token, to ask now and then whether
+        the client is still there. Of a stream that has begun, Starlette's response notices it."""
+        logs_headers = self.request_logger.log_requests
+        if request is None or logs_headers or not getattr(obj, "stream", False):
+            return super()._wait_one_response(obj, request)
+        return self._stream_replies(obj, self.rid_to_state[obj.rid], request)
+
+    async def _stream_replies(self, obj: Any, state: Any, request: Any) -> AsyncIterator[Any]:
+        """The replies to a stream's request; the client is asked for until the first one."""
+        async with aclosing(super()._stream_one_response(obj, state, request)) as begun:
+            yield await anext(begun)
+        # Upstream gives no reply without taking all there are: a last one is either out or there.
+        if state.finished and not state.out_list:
+            return
+        async for reply in super()._stream_one_response(obj, state):
+            yield reply
+
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         """As upstream's; each request carries the name of its tenant, where they are told apart,
         and with `--enable-trace` that of its span."""

@@ -1,14 +1,16 @@
 import asyncio
+import copy
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
 from sgl_pipeline.managers.entrance import front_guard
 from sgl_pipeline.managers.entrance.front_guard import GuardedTokenizerManager
@@ -130,3 +132,125 @@ def test_a_long_text_is_tokenized_beside_the_event_loop() -> None:
         assert asyncio.run(manager._tokenize_texts(text)) == ([5], None)
     short, long = manager.tokenizer.threads
     assert short is threading.main_thread() and long is not short
+
+
+def manager_of_one(stream: bool) -> tuple[GuardedTokenizerManager, Any, ReqState]:
+    """A manager that waits for a single request, which it also returns, with its state."""
+    manager: Any = GuardedTokenizerManager.__new__(GuardedTokenizerManager)
+    asked = SimpleNamespace(rid="r", stream=stream, background=False, lora_path=None)
+    times = SimpleNamespace(response_sent_to_client_time=1.0)
+    state = ReqState([], False, asyncio.Event(), asked, times)
+    manager.rid_to_state = {"r": state}
+    manager.incremental_streaming_output = False
+    manager.enable_lora = False
+    manager.request_logger = SimpleNamespace(
+        log_requests=False, log_finished_request=lambda *_, **__: None
+    )
+    manager.request_metrics_exporter_manager = SimpleNamespace(exporter_enabled=lambda: False)
+    return manager, asked, state
+
+
+def reply(text: str, finish: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"text": text, "meta_info": {"id": "r", "finish_reason": finish}}
+
+
+STOP = {"type": "stop", "matched": None}
+# What comes at once, each time when the stream waits again.
+ARRIVALS = {
+    "one by one": [[reply("a")], [reply("b")], [reply("c", STOP)]],
+    "all together": [[reply("a"), reply("b"), reply("c", STOP)]],
+    "the last two together": [[reply("a")], [reply("b"), reply("c", STOP)]],
+    "a single one": [[reply("a", STOP)]],
+    "an error at once": [[aborted(503)]],
+    "an error in the middle": [[reply("a")], [reply("b")], [aborted(500)]],
+    "an abort": [[reply("a")], [aborted(None)]],
+}
+
+
+async def replies_to(
+    wait: Callable[..., AsyncIterator[Any]], arrivals: list[list[dict[str, Any]]], at_once: bool
+) -> list[Any]:
+    """The replies that `wait` gives for the arrivals.
+
+    Args:
+        at_once: outputs arrive while the reply before is handled, not while the stream waits.
+    """
+    manager, asked, state = manager_of_one(stream=True)
+    state.obj = asked
+    left = copy.deepcopy(arrivals)
+
+    def arrive() -> None:
+        state.out_list += left.pop(0)
+        state.finished = not left
+        state.event.set()
+
+    async def arrive_later() -> None:
+        for _ in arrivals if not at_once else [()]:
+            await asyncio.sleep(0.01)
+            arrive()
+
+    arriving = asyncio.create_task(arrive_later())
+    replies = []
+    async for one in wait(manager, asked, SimpleNamespace()):
+        replies.append(copy.deepcopy(one))
+        if at_once and left:
+            arrive()
+    await arriving
+    return replies
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("name", ARRIVALS)
+def test_a_streams_replies_are_upstreams(name: str, at_once: bool) -> None:
+    both = [
+        asyncio.run(replies_to(wait, ARRIVALS[name], at_once))
+        for wait in (
+            TokenizerManager._wait_one_response,
+            GuardedTokenizerManager._wait_one_response,
+        )
+    ]
+    assert both[0] == both[1] != []
+
+
+@pytest.mark.parametrize(("logs", "num_tasks"), [(False, 1), (True, 2)])
+def test_a_stream_that_has_begun_waits_without_a_task_for_each_token(
+    logs: bool, num_tasks: int
+) -> None:
+    """With `--log-requests`, upstream's wait is kept: it knows the headers to log at the end."""
+
+    async def tasks_of_a_wait() -> int:
+        manager, asked, state = manager_of_one(stream=True)
+        manager.request_logger.log_requests = logs
+        replies = manager._wait_one_response(asked, SimpleNamespace())
+        state.out_list.append(reply("a"))
+        state.event.set()
+        await anext(replies)
+        waiting = asyncio.ensure_future(anext(replies))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        count = len(asyncio.all_tasks() - {asyncio.current_task()})
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return count
+
+    assert asyncio.run(tasks_of_a_wait()) == num_tasks
+
+
+def test_a_client_that_leaves_before_the_first_token_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer_manager, "_REQUEST_STATE_WAIT_TIMEOUT", 0.01)
+    aborts: list[str] = []
+
+    async def has_left() -> bool:
+        return True
+
+    async def wait() -> None:
+        manager, asked, _ = manager_of_one(stream=True)
+        manager.abort_request = aborts.append
+        request = SimpleNamespace(is_disconnected=has_left)
+        await anext(manager._wait_one_response(asked, request))
+
+    with pytest.raises(ValueError, match="disconnected"):
+        asyncio.run(wait())
+    assert aborts == ["r"]
