@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     command = Command(__spec__.name, __doc__)
     command.add("--traces", help="OFF,ON: of draft_speed's two servers (default: repeat a result)")
     command.add("--measured", type=Path, default=MEASURED, help="draft_speed's result")
-    command.add("--rounds", type=at_least_one, default=4, help="simulated rounds (default: 4)")
+    command.add("--rounds", type=at_least_one, default=16, help="simulated rounds (default: 16)")
     return command.run(_predict, argv)
 
 
