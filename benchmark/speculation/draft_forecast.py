@@ -3,8 +3,8 @@
     python -m benchmark.speculation.draft_forecast
     python -m benchmark.speculation.draft_forecast --traces OFF.jsonl,ON.jsonl
 
-Without traces it repeats the newest result, which has all that a prediction needs: seconds on any
-machine, and no server. The traces are those of `benchmark.speculation.draft_speed`'s servers
+Without traces it repeats the newest result, which has all that a prediction needs: two minutes on
+any machine, and no server. The traces are those of `benchmark.speculation.draft_speed`'s servers
 (build/bench/trace_31700.jsonl and trace_31701.jsonl), `--measured` is its result.
 
 Nothing is predicted from itself. The texts of a kind are cut into halves with as many of each of
