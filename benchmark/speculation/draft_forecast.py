@@ -276,7 +276,7 @@ def prediction(measured: Measured, rounds: int, *, own_acceptance: bool) -> Pred
 
 
 def alike(text: Text, others: Sequence[Text]) -> list[Text]:
-    """Those of `others` whose output is nearest to that of `text` in length."""
+    """The texts among `others` whose output is nearest to that of `text` in length."""
 
     def distance(other: Text) -> int:
         return abs(other.output_tokens - text.output_tokens)

@@ -1,5 +1,5 @@
-"""What a grammar forces behind an output and behind the tokens that were tried after it: how the
-model writes such a text is learned when the output gets there."""
+"""Texts that a grammar forces behind an output and behind the tokens that were tried after it: how
+the model writes one is learned when the output gets there."""
 
 from sgl_pipeline.managers.grammars.text_tokens import TextTokens
 

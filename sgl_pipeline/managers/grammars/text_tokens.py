@@ -69,7 +69,7 @@ class TextTokens:
         before, otherwise as its tokenizer does. A mask allows any tokens that spell a text, and a
         model that is held to one chooses others than the tokenizer would.
 
-        None where they are not tokens of their own there. The part of a character at an end of it
+        Empty where they are not tokens of their own there. The part of a character at an end of it
         does not count."""
         token_ids: list[int] = []
         while text and (first := self._first_tokens.get(text)) is not None:
