@@ -20,6 +20,7 @@ from support.tiny_models import VOCAB_SIZE, tiny_model
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.managers.grammars.constraint import GrammarConstraint
 from sgl_pipeline.managers.grammars.reasoning import AfterReasoning
+from sgl_pipeline.managers.grammars.spec import GrammarSpec
 from sgl_pipeline.requests import (
     GREEDY,
     FinishReason,
@@ -147,6 +148,24 @@ def test_a_lone_request_has_the_bits_that_it_has_without_drafts(
             assert pipeline.scheduler.drafts.num_accepted
         if number == STOPS_EARLY:
             assert any(M in draft[:-1] for draft in drafts)
+
+
+def test_forced_text_takes_a_step_for_as_many_tokens_as_a_draft_may_have() -> None:
+    """The prompt's step draws the first token, each of the next two 12, the last one the rest."""
+    text = "A grammar forces all of it."
+    grammar = compiled(GrammarSpec("regex", text.replace(".", r"\.")))
+    pipeline = new_pipeline(1, draft_tokens=11)
+    request = Request(
+        "forced",
+        byte_tokenizer().encode("Say it."),
+        GREEDY,
+        StopRules(48, LIMITS.eos_token_ids),
+        constraint=GrammarConstraint(grammar, VOCABULARY, 1.0, clock=lambda: 0.0),
+    )
+    pipeline.run([request])
+    assert byte_tokenizer().decode(request.output_ids[: len(text)]) == text
+    decodes = [one.num_samples for one in pipeline.microbatches if one.num_decodes]
+    assert decodes == [12, 12, 3]
 
 
 def test_so_have_requests_beside_others(expected: list[Request]) -> None:

@@ -3,26 +3,29 @@
     python -m benchmark.speculation.draft_forecast
     python -m benchmark.speculation.draft_forecast --traces OFF.jsonl,ON.jsonl
 
-Without traces it repeats the newest result, which has all that a prediction needs: seconds on any
-machine, and no server. The traces are those of `benchmark.speculation.draft_speed`'s servers
+Without traces it repeats the newest result, which has all that a prediction needs: two minutes on
+any machine, and no server. The traces are those of `benchmark.speculation.draft_speed`'s servers
 (build/bench/trace_31700.jsonl and trace_31701.jsonl), `--measured` is its result.
 
 Nothing is predicted from itself. The texts of a kind are cut into halves with as many of each of
 its forms, and what is known of one half predicts the other: step times are fitted to the first
 round of its texts. How often drafts are right is counted in the texts that are predicted, which is
-how a user's own text is predicted, and in those of the other half, each in turn, which is how a new
-text of a known kind is. From these the simulator, whose scheduler is the server's, serves the
-requests with drafts and without. What all texts gain with several clients is told from steps of the
-first round, and held against the others.
+how a user's own text is predicted, and in those of the other half whose answers are about as long,
+each in turn, which is how a new text of a known kind is: an answer that is in a loop, where drafts
+are right, does not end by itself. From these the simulator, whose scheduler is the server's, serves
+the requests with drafts and without. What all texts gain with several clients is told from steps of
+the first round, and held against the others. How many texts tell the gain of a kind to a tenth
+follows from how much they differ.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,6 +59,7 @@ from sgl_pipeline.throttle import make_policy
 
 MEASURED = RESULTS / "2026-11-26_2104_draft_speed.json"
 MOST_ERROR = 0.1
+WANTED_ERROR = 0.1
 POOL_TOKENS = 32_768
 BY_TEXT, BY_OTHERS = "by text", "by other texts"
 T = TypeVar("T")
@@ -128,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     command = Command(__spec__.name, __doc__)
     command.add("--traces", help="OFF,ON: of draft_speed's two servers (default: repeat a result)")
     command.add("--measured", type=Path, default=MEASURED, help="draft_speed's result")
-    command.add("--rounds", type=at_least_one, default=4, help="simulated rounds (default: 4)")
+    command.add("--rounds", type=at_least_one, default=16, help="simulated rounds (default: 16)")
     return command.run(_predict, argv)
 
 
@@ -238,17 +242,18 @@ def prediction(measured: Measured, rounds: int, *, own_acceptance: bool) -> Pred
     rounds.
 
     Args:
-        own_acceptance: drafts are right as often as in the same text; otherwise as often as in a
-            text of the other half, in each round another one.
+        own_acceptance: drafts are right as often as in the same text; otherwise as often as in one
+            of `alike` of the other half, in each round another one.
     """
 
     def texts_of(number: int, load: str, turn: int) -> list[Text]:
         texts, others = (measured.halves[at].texts[load] for at in (number, 1 - number))
         if own_acceptance:
             return texts
+        chosen = [alike(one, others) for one in texts]
         return [
-            msgspec.structs.replace(one, acceptance=others[(at + turn) % len(others)].acceptance)
-            for at, one in enumerate(texts)
+            msgspec.structs.replace(one, acceptance=known[(at + turn) % len(known)].acceptance)
+            for at, (one, known) in enumerate(zip(texts, chosen, strict=True))
         ]
 
     def lone(number: int, turn: int) -> Loads:
@@ -268,6 +273,16 @@ def prediction(measured: Measured, rounds: int, *, own_acceptance: bool) -> Pred
     )
     (of_all,) = simulated_s(measured.halves[0], measured.gap_s, shared, rounds).values()
     return Predicted((first, second), of_all)
+
+
+def alike(text: Text, others: Sequence[Text]) -> list[Text]:
+    """The texts among `others` whose output is nearest to that of `text` in length."""
+
+    def distance(other: Text) -> int:
+        return abs(other.output_tokens - text.output_tokens)
+
+    least = min(map(distance, others))
+    return [other for other in others if distance(other) == least]
 
 
 def simulated_s(
@@ -347,6 +362,20 @@ def errors(measured: Measured, predicted: Predicted) -> dict[str, float]:
     return found | {_shared_name(measured): shared}
 
 
+def texts_needed(seconds: Sequence[tuple[float, float]]) -> int:
+    """The number of texts whose gain together has a standard error of a tenth.
+
+    That of a ratio of sums: sqrt(n var(off - gain on)) / sum(on) for n texts (Cochran, Sampling
+    Techniques, 6.4).
+
+    Args:
+        seconds: of each text without drafts and with them.
+    """
+    gain = _ratio(map(sum, zip(*seconds, strict=True)))
+    spread = stdev(off - gain * on for off, on in seconds)
+    return max(1, math.ceil((spread / fmean(on for _, on in seconds) / gain / WANTED_ERROR) ** 2))
+
+
 def _shared_name(measured: Measured) -> str:
     return f"all kinds, {measured.clients} clients"
 
@@ -378,12 +407,15 @@ def _gain_table(measured: Measured, predicted: Mapping[str, Predicted]) -> str:
 
 def _acceptance_table(measured: Measured) -> str:
     heads = ["load", "draft found", "right after a wrong one", "after 1 right", "2", "3", "10"]
+    heads.append("texts for a standard error of a tenth")
     rows = []
     for load in measured.loads:
         found = [text.acceptance for half in measured.halves for text in half.texts[load]]
         chances = (fmean(one.chance(run) for one in found) for run in (0, 1, 2, 3, 10))
         cells = [f"{chance:.0%}" for chance in chances]
-        rows.append([load, f"{fmean(one.found for one in found):.0%}", *cells])
+        seconds = [one for half in measured.halves for one in half.seconds[load][0]]
+        needed = str(texts_needed(seconds))
+        rows.append([load, f"{fmean(one.found for one in found):.0%}", *cells, needed])
     return markdown_table(heads, rows)
 
 

@@ -3,6 +3,7 @@
     python -m benchmark.speculation.draft_speed
     python -m benchmark.speculation.draft_speed --clients 1,64 --pp 2 --rounds 3
     python -m benchmark.speculation.draft_speed --model 0.27b --temperature 1
+    python -m benchmark.speculation.draft_speed --kind "JSON by schema" --kind "JSON, same prompts"
 
 Run by hand on a quiet machine. Both servers are up and take turns (A B, B A). One client asks the
 prompts of a kind one after the other; several share those of all kinds, one each at least. Random
@@ -24,7 +25,7 @@ from typing import Any
 import requests
 
 from benchmark.models.make_model import FIRST_FILLER, PRESETS
-from benchmark.speculation.prompts import SCHEMAS, chat_ids
+from benchmark.speculation.prompts import KINDS, SCHEMAS, chat_ids
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.engine import Engine, EngineFailure
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     command = Command(__spec__.name, __doc__, rounds=5, port=31700)
     known = [*MODELS, *PRESETS]
     command.add("--model", default="smollm2", choices=known, help="(default: smollm2)")
+    command.add("--kind", action="append", choices=KINDS, help="of text; may be repeated (all)")
     command.add("--pp", type=at_least_one, default=1, help="stages (default: 1)")
     command.add("--clients", default="1,16", help="numbers of clients (default: 1,16)")
     command.add("--output-tokens", type=at_least_one, default=128)
@@ -86,7 +88,11 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(options: Options) -> Report:
     model = measured_model(options.model)
     preset = PRESETS.get(options.model)
-    prompts = chat_ids(model.directory) if preset is None else random_ids(preset.vocab_size)
+    if preset is None:
+        known_ids = chat_ids(model.directory)
+        prompts = {kind: known_ids[kind] for kind in options.kind or KINDS}
+    else:
+        prompts = random_ids(preset.vocab_size)
     sampling = {
         "temperature": options.temperature,
         "sampling_seed": _SEED,

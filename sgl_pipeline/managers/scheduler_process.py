@@ -290,6 +290,8 @@ def _grammars(
     except NoGrammarsError as error:
         logger.warning("%s", error)
         return NoGrammars(str(error))
+    if args.scheduling.draft_tokens:
+        vocabulary.text_tokens.prepare()
     setup = CompilerSetup(
         vocabulary=vocabulary.tokenizer_info.serialize_json(),
         any_whitespace=options.any_whitespace,

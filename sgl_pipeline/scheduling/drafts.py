@@ -30,7 +30,7 @@ from sgl_pipeline.throttle.draft_budget import (
 LENGTHS = NgramRange(1, 4)
 CAPACITY = 8192
 # The chances of a request's first draft tokens. A forced text can be written in other tokens than
-# expected, which is rare.
+# expected, which is rare once an answer has had it.
 FIRST_CHANCES = {DraftKind.GUESS: 0.5, DraftKind.FORCED: 0.9, DraftKind.ENDING: 0.5}
 _NO_DRAFT = Draft()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xgrammar
 
+from sgl_pipeline.managers.grammars.forced_path import ForcedPath
 from sgl_pipeline.managers.grammars.vocabulary import GrammarVocabulary
 from sgl_pipeline.requests import FinishReason
 
@@ -48,6 +49,7 @@ class GrammarConstraint:
     ) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._vocabulary = vocabulary
+        self._path = ForcedPath(vocabulary.text_tokens)
         self._mask = np.zeros((1, -(-vocabulary.size // 32)), np.int32)
         self._ms_per_token = ms_per_token
         self._clock = clock
@@ -72,6 +74,8 @@ class GrammarConstraint:
             is_accepted = self._matcher.accept_token(token_id)
         except Exception as error:
             return self._fail(f"matching the grammar failed: {error}", 500)
+        if is_accepted:
+            self._path.takes(token_id)
         self._charge(started_s)
         if not is_accepted:
             # It may have been drawn behind a draft, where an empty mask is no failure yet.
@@ -87,6 +91,7 @@ class GrammarConstraint:
             return ()
         started_s = self._clock()
         text = self._forced_text()
+        self._path.forces(text, self._num_tried)
         forced = self._vocabulary.text_tokens.of(text) if text else ()
         self._draft_s += self._clock() - started_s
         return forced
@@ -97,7 +102,10 @@ class GrammarConstraint:
         if not is_text or self._is_drafting_over():
             return False
         started_s = self._clock()
+        num_tried = self._num_tried
         is_accepted = self._tries(token_id)
+        if is_accepted:
+            self._path.tries(token_id, num_tried)
         self._draft_s += self._clock() - started_s
         return is_accepted
 

@@ -10,6 +10,8 @@ import numpy as np
 MOST_ALLOWED = 64
 # Texts whose tokens are kept: grammars force few ones, again and again.
 MAX_TEXTS = 4096
+# A token stays the first of its text until another one was drawn as often, at most so many times.
+MOST_VOTES = 4
 # Goes before a text, so that a tokenizer that begins each text with a space puts it there. No
 # token of text has it inside.
 _ANCHOR = "\0"
@@ -20,7 +22,7 @@ class TextTokens:
 
     Args:
         encode: the tokens of a text, without such as begin or end a text.
-        all_bytes: the bytes of each token; asked for once, when first needed.
+        all_bytes: the bytes of each token; asked for once, by `prepare` or when first needed.
         textless_ids: tokens that stand for no text.
     """
 
@@ -34,6 +36,12 @@ class TextTokens:
         self._encode = encode
         self._all_bytes = lru_cache(1)(all_bytes)
         self._of_text = lru_cache(MAX_TEXTS)(self._tokens_of)
+        # The token that a text was begun with, and its votes; those noted last come last.
+        self._first_tokens: dict[bytes, tuple[int, int]] = {}
+
+    def prepare(self) -> None:
+        """Reads the bytes of all tokens, tens of milliseconds that a draft has no time for."""
+        self._all_bytes()
 
     def forced_by(self, mask: np.ndarray) -> tuple[bytes, bool]:
         """The text that each allowed token is the beginning of, or begins with; and True if what
@@ -57,10 +65,30 @@ class TextTokens:
         return _common_beginning(longest[0], longest[-1]), len(longest) == 1
 
     def of(self, text: bytes) -> tuple[int, ...]:
-        """The tokens in which a model is likely to write `text`, behind other text; none where they
-        are not tokens of their own there. The part of a character at an end of it does not
-        count."""
-        return self._of_text(text.decode(errors="ignore"))
+        """The tokens in which the model is likely to write `text`, behind other text: as it did
+        before, otherwise as its tokenizer does. A mask allows any tokens that spell a text, and a
+        model that is held to one chooses others than the tokenizer would.
+
+        Empty where they are not tokens of their own there. The part of a character at an end of it
+        does not count."""
+        token_ids: list[int] = []
+        while text and (first := self._first_tokens.get(text)) is not None:
+            token_ids.append(first[0])
+            text = text[len(self._all_bytes()[first[0]]) :]
+        return (*token_ids, *self._of_text(text.decode(errors="ignore")))
+
+    def note(self, text: bytes, token_id: int) -> bytes:
+        """The model has begun `text` with `token_id`. Returns the rest of the text; empty where the
+        token goes beyond it, or is no beginning."""
+        written = self._all_bytes()[token_id]
+        if not written or not (text.startswith(written) or written.startswith(text)):
+            return b""
+        known_id, votes = self._first_tokens.pop(text, (token_id, 0))
+        votes = min(votes + 1, MOST_VOTES) if token_id == known_id else votes - 1
+        self._first_tokens[text] = (known_id, votes) if votes else (token_id, 1)
+        if len(self._first_tokens) > MAX_TEXTS:
+            del self._first_tokens[next(iter(self._first_tokens))]
+        return text[len(written) :]
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         token_ids, all_bytes = self._encode(_ANCHOR + text), self._all_bytes()

@@ -30,10 +30,20 @@ class TokenMasks:
     @torch.inference_mode()
     def apply_to(self, logits: torch.Tensor) -> None:
         """Sets forbidden tokens to -inf in `logits` [S, V] fp32, in place."""
-        bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
-        forbidden = (self.packed[:, :, None] & bits).eq(0).flatten(1)[:, : logits.shape[1]]
         rows = logits[self.first_row : self.first_row + len(self.packed)]
-        rows.masked_fill_(forbidden, -torch.inf)
+        if logits.device.type == "cpu":
+            # Less than half of the time that torch takes for 12 rows of 49,152.
+            allowed_bits, vocab_size = self.packed.numpy(), logits.shape[1]
+            forbidden = np.unpackbits(~allowed_bits, axis=1, count=vocab_size, bitorder="little")
+            np.copyto(rows.numpy(), -np.inf, where=forbidden.view(bool))
+        else:
+            rows.masked_fill_(forbidden_tokens(self.packed, logits.shape[1]), -torch.inf)
+
+
+def forbidden_tokens(packed: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The tokens [R, V] bool that the masks `packed` [R, B] uint8 do not allow."""
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, :, None] & bits).eq(0).flatten(1)[:, :vocab_size]
 
 
 def plan_token_masks(chunks: Sequence[MirroredChunk], device: torch.device) -> TokenMasks | None:

@@ -2,6 +2,8 @@
 figures of the result that is kept."""
 
 from collections.abc import Sequence
+from random import Random
+from statistics import fmean, stdev
 
 import msgspec
 import pytest
@@ -9,11 +11,15 @@ from support.step_records import step_record
 
 from benchmark.speculation.draft_forecast import (
     MOST_ERROR,
+    WANTED_ERROR,
     Measured,
+    Text,
+    alike,
     errors,
     newest_result,
     prediction,
     recorded,
+    texts_needed,
     texts_of_half,
 )
 from benchmark.speculation.traced_drafts import (
@@ -58,6 +64,28 @@ def test_no_half_is_predicted_from_itself(measured: Measured) -> None:
 def test_halves_have_as_many_texts_of_each_form() -> None:
     texts = "aAbBcCdD"
     assert texts_of_half(0, texts) == list("aBcD") and texts_of_half(1, texts) == list("AbCd")
+
+
+def text_of(output_tokens: int) -> Text:
+    return Text(5, output_tokens, NEVER_RIGHT)
+
+
+def test_a_new_text_is_like_known_ones_of_its_length() -> None:
+    """A loop runs to the limit, and others end before it: lengths tell them apart."""
+    cut, others = text_of(128), [text_of(128), text_of(79), text_of(128), text_of(50)]
+    assert alike(cut, others) == [others[0], others[2]]
+    assert alike(text_of(72), others) == [others[1]]
+    assert alike(text_of(64), [others[1], others[3]]) == [others[3]]
+
+
+def test_the_number_of_texts_that_tell_a_gain_is_that_of_which_the_gain_errs_by_a_tenth() -> None:
+    """Held against gains of as many texts, drawn at random."""
+    seconds = [(1.6, 0.7), (1.5, 0.4), (0.9, 0.8), (1.6, 0.5), (1.5, 1.0)]
+    count, random = texts_needed(seconds), Random(1)
+    drawn = [random.choices(seconds, k=count) for _ in range(2000)]
+    gains = [sum(off for off, _ in one) / sum(on for _, on in one) for one in drawn]
+    assert stdev(gains) / fmean(gains) == pytest.approx(WANTED_ERROR, rel=0.15)
+    assert texts_needed([(2.0, 1.0), (4.0, 2.0)]) == 1
 
 
 def step(

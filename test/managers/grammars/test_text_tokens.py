@@ -5,7 +5,7 @@ import pytest
 from support.front_model import byte_tokenizer
 from support.grammars import vocabulary
 
-from sgl_pipeline.managers.grammars.text_tokens import MOST_ALLOWED, TextTokens
+from sgl_pipeline.managers.grammars.text_tokens import MAX_TEXTS, MOST_ALLOWED, TextTokens
 
 TOKENS = [b" ", b"\0", b"a", b"b", b"ab", b"\0a", b"abc", b"abd", b"<end>", b"a"]
 TOKENS += [b"%d" % number for number in range(200)]
@@ -68,6 +68,62 @@ def test_other_text_has_none() -> None:
     """A tokenizer may change a text, as by lower case."""
     assert text_tokens(1, 4).of(b"AB") == ()
     assert text_tokens().of(b"ab") == ()
+
+
+A, B, AB, ABC = (TOKENS.index(text) for text in (b"a", b"b", b"ab", b"abc"))
+
+
+def test_a_text_is_written_as_it_was_before() -> None:
+    tokens = text_tokens(0, 1, AB)
+    assert tokens.of(b"ab") == (AB,)
+    assert tokens.note(b"ab", A) == b"b"
+    assert tokens.note(b"b", B) == b""
+    assert tokens.of(b"ab") == (A, B)
+    # Behind what is known the tokenizer says the rest, here that of any text.
+    assert tokens.note(b"aab", A) == b"ab"
+    assert tokens.of(b"aab") == (A, A, B)
+
+
+def test_a_token_may_go_beyond_its_text() -> None:
+    tokens = text_tokens(0, 1, AB)
+    assert tokens.note(b"ab", ABC) == b""
+    assert tokens.of(b"ab") == (ABC,)
+
+
+def test_a_token_that_does_not_begin_a_text_says_nothing_of_it() -> None:
+    tokens = text_tokens(0, 1, AB)
+    assert tokens.note(b"ab", B) == tokens.note(b"ab", TOKENS.index(b"10")) == b""
+    assert tokens.of(b"ab") == (AB,)
+
+
+def test_the_token_that_was_drawn_more_often_is_the_likely_one() -> None:
+    tokens = text_tokens(0, 1, AB)
+    for drawn, likely in ((AB, AB), (AB, AB), (A, AB), (A, A), (AB, AB), (AB, AB), (A, AB)):
+        tokens.note(b"ab", drawn)
+        assert tokens.of(b"ab")[0] == likely
+
+
+def test_the_texts_that_were_noted_last_are_kept() -> None:
+    tokens = text_tokens(0, 1, AB)
+    for number in range(MAX_TEXTS + 1):
+        tokens.note(b"a%d" % number, A)
+        tokens.note(b"ab", A)
+    assert len(tokens._first_tokens) == MAX_TEXTS
+    assert b"ab" in tokens._first_tokens and b"a0" not in tokens._first_tokens
+
+
+def test_the_bytes_of_all_tokens_are_asked_for_once() -> None:
+    asked: list[int] = []
+
+    def all_bytes() -> list[bytes]:
+        asked.append(1)
+        return TOKENS
+
+    tokens = TextTokens(lambda text: (1, AB), all_bytes, frozenset())
+    tokens.prepare()
+    assert asked == [1]
+    assert tokens.of(b"ab") == (AB,)
+    assert asked == [1]
 
 
 def test_a_text_is_encoded_once() -> None:

@@ -18,7 +18,7 @@ from sgl_pipeline.managers.grammars.compilation import Compilation
 from sgl_pipeline.managers.grammars.constraint import MOST_PIECES, GrammarConstraint
 from sgl_pipeline.managers.grammars.reasoning import AfterReasoning
 from sgl_pipeline.managers.grammars.spec import GrammarSpec
-from sgl_pipeline.managers.grammars.vocabulary import read_vocabulary
+from sgl_pipeline.managers.grammars.vocabulary import GrammarVocabulary, read_vocabulary
 from sgl_pipeline.requests import FinishReason, TokenConstraint
 
 VOCABULARY = vocabulary()
@@ -187,24 +187,47 @@ def test_drafts_are_not_charged_to_the_output() -> None:
     assert num_tokens == 10
 
 
-@pytest.mark.parametrize("goes_there", [False, True])
-def test_a_dead_end_behind_a_draft_fails_only_a_request_that_gets_there(goes_there: bool) -> None:
-    """A vocabulary without z."""
+Z = byte_tokenizer().encode("z")[0]
+
+
+def renamed_z(text: str, regex_text: str) -> tuple[GrammarVocabulary, xgrammar.CompiledGrammar]:
+    """A vocabulary whose token Z stands for `text`, and a grammar for it."""
     tokenizer = byte_tokenizer()
-    a, b, c, z = (tokenizer.encode(letter)[0] for letter in "abcz")
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["model"]["vocab"] = {
-        "zz-none" if token_id == z else text: token_id
-        for text, token_id in state["model"]["vocab"].items()
+        text if token_id == Z else known_text: token_id
+        for known_text, token_id in state["model"]["vocab"].items()
     }
     tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
     known = read_vocabulary(tokenizer, LIMITS, None)
     info = known.tokenizer_info
     job = Compilation(setup(vocabulary=info.serialize_json())).run(
-        CompileJob(1, "regex", "a(bz|cb)")
+        CompileJob(1, "regex", regex_text)
     )
     assert isinstance(job, CompiledJob)
-    grammar = xgrammar.CompiledGrammar.deserialize_json(job.grammar, info)
+    return known, xgrammar.CompiledGrammar.deserialize_json(job.grammar, info)
+
+
+def test_forced_text_is_drafted_as_an_output_before_has_written_it() -> None:
+    """The tokenizer never uses the token for `na`, but a model may draw it."""
+    known, grammar = renamed_z("na", "[xy]: name(1|2)")
+    x, *_ = byte_tokenizer().encode("x")
+    name = byte_tokenizer().encode("name")
+    first, second = (GrammarConstraint(grammar, known, 1.0, clock=lambda: 0.0) for _ in range(2))
+    assert first.try_token(x)
+    assert first.forced_tokens() == tuple(byte_tokenizer().encode(": name"))
+    first.take_back()
+    for token_id in (x, *byte_tokenizer().encode(": "), Z, *name[2:]):
+        assert first.accept(token_id) is None
+    assert second.accept(x) is None
+    assert second.forced_tokens() == (*byte_tokenizer().encode(": "), Z, *name[2:])
+
+
+@pytest.mark.parametrize("goes_there", [False, True])
+def test_a_dead_end_behind_a_draft_fails_only_a_request_that_gets_there(goes_there: bool) -> None:
+    """A vocabulary without z."""
+    a, b, c = (byte_tokenizer().encode(letter)[0] for letter in "abc")
+    known, grammar = renamed_z("zz-none", "a(bz|cb)")
     drafting, plain = (GrammarConstraint(grammar, known, 1000.0) for _ in range(2))
     masks = drafting.allowed_tokens_masks([a, b])
     assert [bool(mask) for mask in masks] == [True, True, False]

@@ -9,7 +9,11 @@ import torch
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.output.logit_adjustments import plan_logit_adjustments
-from sgl_pipeline.pp_runner.output.token_masks import allows_no_other, plan_token_masks
+from sgl_pipeline.pp_runner.output.token_masks import (
+    allows_no_other,
+    forbidden_tokens,
+    plan_token_masks,
+)
 from sgl_pipeline.requests import GREEDY, SamplingSpec
 from sgl_pipeline.wire.step_order import MirroredChunk, MirroredRequest
 
@@ -52,6 +56,16 @@ def test_exactly_the_forbidden_tokens_of_masked_rows_become_minus_infinity() -> 
         for token in range(VOCAB_SIZE):
             expected = before[row][token] if token in tokens else -math.inf
             assert logits[row, token].item() == expected
+
+
+def test_the_tokens_that_other_devices_forbid_are_those_without_a_bit() -> None:
+    numbers = random.Random(2)
+    allowed = [set(numbers.sample(range(VOCAB_SIZE), k)) for k in (0, 1, 35, 70)]
+    masks = torch.stack(
+        [torch.frombuffer(bytearray(packed(one)), dtype=torch.uint8) for one in allowed]
+    )
+    expected = [[token not in one for token in range(VOCAB_SIZE)] for one in allowed]
+    assert forbidden_tokens(masks, VOCAB_SIZE).tolist() == expected
 
 
 @pytest.mark.parametrize("chunks", [[], [chunk(b"")]], ids=["no rows", "no mask"])
