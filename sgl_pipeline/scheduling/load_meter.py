@@ -45,6 +45,7 @@ class LoadMeter:
             unscheduled += end - start
             if request.lease is None:
                 unscheduled_attended += attended_tokens(start, end)
+        first = min(running.prefilling, key=lambda one: one.order, default=None)
         return PipelineLoad(
             step_id=self._in_flight.next_id,
             pipeline_depth=self._in_flight.limit,
@@ -65,6 +66,7 @@ class LoadMeter:
             decode_attended_tokens=running.attended_tokens,
             step_times=step_times,
             work_in_flight=self._in_flight.work,
+            first_prompt_tokens=0 if first is None else first.remaining_prefill,
             newest_wait_ms=1e3 * (now_s - self._newest_arrival_s(now_s)),
         )
 
