@@ -83,9 +83,7 @@ def run(
     line, until_s = StatusLine(), time.monotonic() + seconds
     path.parent.mkdir(parents=True, exist_ok=True)
     for number, cell in enumerate(chosen):
-        missing = [
-            policy for policy in policies if (cell.name, cell.seed, policy) not in have
-        ]
+        missing = [policy for policy in policies if (cell.name, cell.seed, policy) not in have]
         if not missing:
             continue
         if time.monotonic() > until_s:

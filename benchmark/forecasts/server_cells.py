@@ -1,9 +1,8 @@
-"""Cells of `policy_grid.py` that are a server's: the loads of `benchmark.serving.policies`, on stages
-as fast as those that it measured.
+"""Cells of `policy_grid.py` that are a server's: the loads of `benchmark.serving.policies`.
 
-Its result has no trace, but sums of each run: steps, rows and the time of each stage. All policies
-do the same work in different numbers of steps, so that a step's fixed cost can be told from that of
-its rows.
+Their stages are as fast as those that it measured. Its result has no trace, but sums of
+each run: steps, rows and the time of each stage. All policies do the same work in different numbers
+of steps, so that a step's fixed cost can be told from that of its rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,8 +88,10 @@ def measured_costs() -> FittedCosts:
     sums = [(_sums(load, run), run) for load, of_load in runs.items() for run in of_load]
     features = np.array([one for one, _ in sums])
     busy_ms = np.array(
-        [[1e3 * run["duration_s"] * (1 - idle) for idle in run["cost"]["stage_idle_shares"]]
-         for _, run in sums]
+        [
+            [1e3 * run["duration_s"] * (1 - idle) for idle in run["cost"]["stage_idle_shares"]]
+            for _, run in sums
+        ]
     )
     fits = [relative_fit(features, of_stage) for of_stage in busy_ms.T]
     errors = [
@@ -107,7 +108,7 @@ def measured_costs() -> FittedCosts:
 
 
 def _sums(load: str, run: dict[str, Any]) -> tuple[float, ...]:
-    """Of a run: steps, rows, the tokens that prompts attend to, and those that decodes attend to."""
+    """Of a run: steps, rows, and the tokens that prompts, and that decodes, attend to."""
     cost = run["cost"]
     requests = _requests(USUAL_LOADS[load], None)
     by_prompts = sum(attended_tokens(0, one.input_tokens) for one in requests)

@@ -65,9 +65,7 @@ def first_tokens_ms(load: PipelineLoad, num_steps: int, step_ms: float) -> float
     return prompts * mean_steps * step_ms
 
 
-def late_decodes_ms(
-    load: PipelineLoad, num_steps: int, extra_ms: float, rise_ms: float
-) -> float:
+def late_decodes_ms(load: PipelineLoad, num_steps: int, extra_ms: float, rise_ms: float) -> float:
     """Milliseconds by which all running decodes are late, in sum, if prefill makes `num_steps`
     steps longer by `extra_ms`, and by `rise_ms` longer than any in flight.
 
