@@ -34,8 +34,8 @@ class PipelineLoad:
     it attends to, of the waiting tokens; `decode_attended_tokens` the pairs of one more token of
     each running decode; `step_times` predicts step times, None while they are not known;
     `work_in_flight` is the work of the steps in flight. `newest_wait_ms` is the age of the newest
-    request whose prompt is not computed. `first_prompt_tokens` are the waiting tokens of the prompt
-    that is served first, of those that are begun; 0 if none is.
+    request whose prompt is not computed. `first_prompt_tokens` are the waiting tokens of the first
+    prompt in `Request.order` of those that are begun; 0 if none is.
     """
 
     step_id: int

@@ -40,7 +40,7 @@ def report(rows: Sequence[Row], judged: str) -> list[str]:
     text = (
         f"`{judged}` loses in {len(cells)} of {len(names)} cells (TOLERANCE {TOLERANCE:.0%}), and "
         f"is the best or within {TOLERANCE:.0%} of it in "
-        f"{', '.join(f'{number} in {label}' for label, number in num_near.items())}."
+        f"{', '.join(f'{number} ({label})' for label, number in num_near.items())}."
     )
     heads = ("cell", "to", "tokens/s", "TTFT", "TPOT", "in target", "why")
     price = ("cell", "behind in", "best", "tokens/s", "TTFT", "TPOT", "request", "in target")
