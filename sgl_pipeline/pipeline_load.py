@@ -34,7 +34,8 @@ class PipelineLoad:
     it attends to, of the waiting tokens; `decode_attended_tokens` the pairs of one more token of
     each running decode; `step_times` predicts step times, None while they are not known;
     `work_in_flight` is the work of the steps in flight. `newest_wait_ms` is the age of the newest
-    request whose prompt is not computed.
+    request whose prompt is not computed. `first_prompt_tokens` are the waiting tokens of the first
+    prompt in `Request.order` of those that are begun; 0 if none is.
     """
 
     step_id: int
@@ -53,6 +54,7 @@ class PipelineLoad:
     step_times: StepTimes | None = None
     work_in_flight: tuple[StepWork, ...] = ()
     newest_wait_ms: float = 0.0
+    first_prompt_tokens: int = 0
 
     @property
     def free_share(self) -> float:

@@ -122,9 +122,11 @@ def load(name: str, rate_per_s: float, options: Options) -> list[SimulatedReques
     return poisson_arrivals(requests, rate_per_s, Random(options.seed))
 
 
-def made_up(count: int, input_tokens: int, output_tokens: int) -> list[SimulatedRequest]:
+def made_up(
+    count: int, input_tokens: int, output_tokens: int, seed: int = 0
+) -> list[SimulatedRequest]:
     """Requests of these lengths, a quarter more or less, so that they do not run in lockstep."""
-    ids, random = TokenIds(), Random(0)
+    ids, random = TokenIds(), Random(seed)
 
     def near(length: int) -> int:
         return max(1, round(length * random.uniform(0.75, 1.25)))

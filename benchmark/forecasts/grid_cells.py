@@ -17,7 +17,7 @@ from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
 from sgl_pipeline.simulator.experiment import Cluster
 from sgl_pipeline.simulator.forecasts import fitted_costs
-from sgl_pipeline.simulator.pipeline_costs import HostCosts, PipelineCosts
+from sgl_pipeline.simulator.pipeline_costs import HostCosts, PipelineCosts, PipelineTiming
 from sgl_pipeline.simulator.simulation import Simulation
 from sgl_pipeline.simulator.summary import LatencyTarget, summarize
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
@@ -105,11 +105,12 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A load on a pipeline."""
+    """A load on a pipeline; `seed` draws lengths and arrivals."""
 
     machine: Machine
     depth: int
     load: Load
+    seed: int = 0
 
     @property
     def name(self) -> str:
@@ -132,33 +133,21 @@ class Cell:
         if load.share == 1.0:
             return requests
         rate_per_s = load.share * _capacity_per_s(self.machine, self.depth, load)
-        return poisson_arrivals(requests, rate_per_s, Random(0))
+        return poisson_arrivals(requests, rate_per_s, Random(self.seed))
 
     def target(self) -> LatencyTarget:
         """From a lone request's times."""
-        alone = summarize(self.served("throttle", "exact", self.requests(1)))
-        tpot_ms = alone.tpot_ms.mean if self.load.lengths[1] > 1 else 0.0
-        return LatencyTarget(
-            ttft_ms=TTFT_FACTOR * alone.ttft_ms.mean, tpot_ms=TPOT_FACTOR * tpot_ms
-        )
+        return latency_target(self.served("throttle", "exact", self.requests(1)))
 
     def served(self, policy: str, case: str, workload: Sequence[SimulatedRequest]) -> Simulation:
         """A run of a policy whose forecast is wrong as in that case of `wrong_forecasts`."""
         costs = self.machine.costs(self.depth)
-        pool_tokens = self.pool_tokens
-        scheduler = StepScheduler(
-            SCHEDULING,
-            make_policy(ThrottleArgs(policy=policy)),
-            num_pages=pool_tokens // SCHEDULING.page_size,
-            num_stages=self.depth,
-            context_length=pool_tokens,
-        )
         forecast = None
         if POLICY_TABLE[policy].budgets_time:
             biased = KNOWN_CASES[case].biased(_fitted(self.machine))
             plan = StagePlan(0, costs.layer_counts)
             forecast = StepForecast(plan, StepPredictor(biased), KNOWN_CASES[case].learns)
-        return VirtualPipeline(scheduler, costs, forecast).run(workload)
+        return serve(policy, costs, forecast, self.pool_tokens, workload)
 
     def requests(self, count: int) -> list[SimulatedRequest]:
         """The first requests of the load."""
@@ -166,7 +155,8 @@ class Cell:
 
         def scaled(lengths: tuple[int, int]) -> list[SimulatedRequest]:
             prompt, answer = lengths
-            return made_up(count, round(scale * prompt), max(1, round(scale * answer)))
+            lengths_in_out = round(scale * prompt), max(1, round(scale * answer))
+            return made_up(count, *lengths_in_out, self.seed)
 
         requests = scaled(load.lengths)
         if load.long_lengths is not None:
@@ -195,3 +185,29 @@ def cells() -> Iterator[Cell]:
         for depth in machine.depths:
             for load in LOADS:
                 yield Cell(machine, depth, load)
+
+
+def serve(
+    policy: str,
+    costs: PipelineTiming,
+    forecast: StepForecast | None,
+    pool_tokens: int,
+    workload: Sequence[SimulatedRequest],
+) -> Simulation:
+    """A run of `workload` on a pipeline of these costs, under a policy with this forecast."""
+    scheduler = StepScheduler(
+        SCHEDULING,
+        make_policy(ThrottleArgs(policy=policy)),
+        num_pages=pool_tokens // SCHEDULING.page_size,
+        num_stages=costs.num_stages,
+        context_length=pool_tokens,
+    )
+    return VirtualPipeline(scheduler, costs, forecast).run(workload)
+
+
+def latency_target(alone: Simulation) -> LatencyTarget:
+    """Of a cell in which a request alone was served like this."""
+    found = summarize(alone)
+    has_pauses = any(len(one.token_times_s) > 1 for one in alone.requests)
+    tpot_ms = found.tpot_ms.mean if has_pauses else 0.0
+    return LatencyTarget(ttft_ms=TTFT_FACTOR * found.ttft_ms.mean, tpot_ms=TPOT_FACTOR * tpot_ms)

@@ -58,16 +58,15 @@ class Load:
         }
         return _words(flags | _client_bound(self.num_clients))
 
-    def written(self, path: Path, texts: Texts) -> "WrittenLoad":
-        """As many requests, with lengths of the same distribution and prompts of `texts`, as a file
-        for the client."""
+    def requests(self) -> list[SimulatedRequest]:
+        """As many requests, with lengths of the same distribution."""
         random, ids = Random(self.seed), TokenIds()
         ids.fresh(random.randrange(_LEFT_OUT))
 
         def length(longest: int) -> int:
             return random.randint(max(MIN_TOKENS, int(longest * self.range_ratio)), longest)
 
-        requests = [
+        return [
             SimulatedRequest(
                 arrival_s=0.0,
                 prompt=(ids.fresh(length(self.input_tokens)),),
@@ -75,7 +74,10 @@ class Load:
             )
             for _ in range(self.num_requests)
         ]
-        write_workload(requests, path, texts)
+
+    def written(self, path: Path, texts: Texts) -> "WrittenLoad":
+        """The `requests`, with prompts of `texts`, as a file for the client."""
+        write_workload(self.requests(), path, texts)
         return WrittenLoad(
             path=path,
             num_requests=self.num_requests,
@@ -118,14 +120,18 @@ class MixedLoad:
     groups: tuple[tuple[int, int, int], ...]
     requests_per_s: float = float("inf")
 
-    def written(self, path: Path, texts: Texts) -> WrittenLoad:
-        """The same as a file for the client."""
+    def requests(self) -> list[SimulatedRequest]:
+        """Group by group."""
         ids = TokenIds()
-        requests = [
+        return [
             SimulatedRequest(arrival_s=0.0, prompt=(ids.fresh(inputs),), output=ids.fresh(outputs))
             for count, inputs, outputs in self.groups
             for _ in range(count)
         ]
+
+    def written(self, path: Path, texts: Texts) -> WrittenLoad:
+        """The same as a file for the client."""
+        requests = self.requests()
         write_workload(requests, path, texts)
         return WrittenLoad(
             path=path, num_requests=len(requests), requests_per_s=self.requests_per_s

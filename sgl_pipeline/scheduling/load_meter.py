@@ -4,6 +4,7 @@ It looks at individual requests only while they are being prefilled, and changes
 """
 
 from sgl_pipeline.args import Accounting
+from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
 from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.request_pages import RequestPages
@@ -40,9 +41,12 @@ class LoadMeter:
         `Request.arrival_s`, in seconds."""
         running, pages = self._running, self._pages
         unscheduled = unscheduled_attended = 0
+        first: Request | None = None
         for request in running.prefilling:
             start, end = request.num_scheduled, request.prefill_end
             unscheduled += end - start
+            if first is None or request.order < first.order:
+                first = request
             if request.lease is None:
                 unscheduled_attended += attended_tokens(start, end)
         return PipelineLoad(
@@ -65,6 +69,7 @@ class LoadMeter:
             decode_attended_tokens=running.attended_tokens,
             step_times=step_times,
             work_in_flight=self._in_flight.work,
+            first_prompt_tokens=0 if first is None else first.remaining_prefill,
             newest_wait_ms=1e3 * (now_s - self._newest_arrival_s(now_s)),
         )
 

@@ -63,8 +63,9 @@ def _step_limit(
         # A request has a token in each round.
         terms["TPOT"] = args.target_tpot_ms / load.pipeline_depth
     most_steps = int(MOST_SPREADS * args.prefill_spread_steps)
-    steps, spread_ms = best_spread(load, times, most_steps, args.ttft_weight)
-    held_ms = (1.0 - EBB_SHARE / load.pipeline_depth) * load.in_flight_ms
+    in_flight_ms = load.in_flight_ms
+    steps, spread_ms = best_spread(load, times, most_steps, args.ttft_weight, in_flight_ms)
+    held_ms = (1.0 - EBB_SHARE / load.pipeline_depth) * in_flight_ms
     terms["WT"] = max(spread_ms, held_ms)
     needed_ms, is_late = _ttft_ms(args.target_ttft_ms, load, times, steps)
     if needed_ms > terms["WT"]:

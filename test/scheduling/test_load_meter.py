@@ -1,4 +1,4 @@
-"""The load that policies see: how long the newest request has waited."""
+"""The load that policies see: the wait of the newest request, and the prompt that is begun."""
 
 from support.pipelines import make_request, new_scheduler
 
@@ -13,7 +13,8 @@ def arrived(request_id: str, arrival_s: float) -> Request:
 
 
 def test_the_newest_wait_is_that_of_the_newest_prompt_that_is_not_scheduled_whole() -> None:
-    """Of those that wait; where none waits, of those that are being prefilled."""
+    """Of those that wait; where none waits, of those that are being prefilled, of whose first one
+    `first_prompt_tokens` are."""
     throttle = ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=16)
     scheduler = new_scheduler(
         SchedulingArgs(page_size=2, max_running_requests=2), throttle, num_pages=400, num_stages=8
@@ -22,14 +23,18 @@ def test_the_newest_wait_is_that_of_the_newest_prompt_that_is_not_scheduled_whol
         scheduler.add(request)
     scheduled = []
     waits_ms = []
+    first_tokens = [scheduler.load().first_prompt_tokens]
     for _ in range(2):
         step = scheduler.next_microbatch(now_s=10.0)
         assert step is not None
         scheduled.append([(one.request.request_id, one.end) for one in step.chunks])
         waits_ms.append(scheduler.load().newest_wait_ms)
+        first_tokens.append(scheduler.load().first_prompt_tokens)
         if len(scheduled) == 1:
             scheduler.abort("c", FinishReason("abort", message="gone"))
     assert scheduled == [[("a", 16)], [("a", 20), ("b", 12)]]
     assert waits_ms == [6000.0, 8000.0]
+    assert first_tokens == [0, 4, 8]
     scheduler.next_microbatch(now_s=11.0)
+    assert scheduler.load().first_prompt_tokens == 0
     assert scheduler.load().newest_wait_ms == 0.0

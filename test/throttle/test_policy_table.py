@@ -81,6 +81,7 @@ def loads(draw: st.DrawFn, **fixed: Any) -> PipelineLoad:
         "step_times": draw(st.none() | TIMES),
         "work_in_flight": (step,) * steps_in_flight,
         "newest_wait_ms": draw(st.floats(0, 1e5)) if waiting else 0.0,
+        "first_prompt_tokens": draw(st.integers(0, waiting)),
     }
     return PipelineLoad(**(values | fixed))
 

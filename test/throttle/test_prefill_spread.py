@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sgl_pipeline.step_work import StepWork
 from sgl_pipeline.throttle.load_work import decode_work, with_waiting
-from sgl_pipeline.throttle.prefill_spread import best_spread, total_delay_ms
+from sgl_pipeline.throttle.prefill_spread import best_spread, first_tokens_ms, late_decodes_ms
 from test.throttle.test_time_throttle import Times, load
 
 TIMES_10 = Times()
@@ -51,14 +51,45 @@ def test_delays_add_up_over_all_requests() -> None:
     """Two prompts in four steps of 50 ms on three stages are there after 2 and 4 steps, and the two
     more that pass the pipeline; ten decodes lose 20 ms in six steps."""
     state = load(pipeline_depth=3, waiting_tokens=800, prompts=2, running_decodes=10)
-    assert total_delay_ms(state, 4, 50.0, 20.0, 0.0) == pytest.approx(10 * 6 * 20.0)
-    assert total_delay_ms(state, 4, 50.0, 0.0, 0.5) == pytest.approx(0.5 * (4 + 6) * 50.0)
+    assert late_decodes_ms(state, 4, 20.0, 20.0) == pytest.approx(10 * 6 * 20.0)
+    assert first_tokens_ms(state, 4, 50.0) == pytest.approx((4 + 6) * 50.0)
+
+
+def test_a_step_as_long_as_those_in_flight_makes_no_stage_wait() -> None:
+    """Ten decodes lose 20 ms in four steps, and 5 in the two that pass a pipeline of three."""
+    state = load(pipeline_depth=3, waiting_tokens=800, running_decodes=10)
+    assert late_decodes_ms(state, 4, 20.0, 5.0) == pytest.approx(10 * (4 * 20.0 + 2 * 5.0))
+    assert late_decodes_ms(state, 4, 20.0, 0.0) == pytest.approx(10 * 4 * 20.0)
+
+
+def test_prompts_end_behind_the_one_that_is_begun() -> None:
+    """It has three quarters of four steps: it ends after three, four others evenly up to four."""
+    state = load(pipeline_depth=1, waiting_tokens=800, prompts=5, first_prompt_tokens=600)
+    assert first_tokens_ms(state, 4, 50.0) == pytest.approx((3 + 3.25 + 3.5 + 3.75 + 4) * 50.0)
+    # Without it they end evenly from the first step on.
+    state = load(pipeline_depth=1, waiting_tokens=800, prompts=4)
+    assert first_tokens_ms(state, 4, 50.0) == pytest.approx((1 + 2 + 3 + 4) * 50.0)
+
+
+def test_a_plan_is_kept_while_it_is_carried_out() -> None:
+    """A prompt beside decodes, planned anew before each step: it takes as many steps as were
+    planned at first, where steps that shrank with what is left would take twice as many."""
+    state = {"running_decodes": 12, "prompts": 1}
+    planned, step_ms = best_spread(load(waiting_tokens=1200, **state), TIMES_10, 12, 1.0)
+    left, taken = 1200, 0
+    while left > 0:
+        now = load(waiting_tokens=left, **state)
+        level_ms = step_ms if taken else 0.0
+        num_steps, step_ms = best_spread(now, TIMES_10, 12, 1.0, level_ms)
+        left -= -(-left // num_steps)
+        taken += 1
+    assert planned <= taken <= planned + 1
 
 
 def test_prompts_of_one_step_end_with_it() -> None:
     """Eight prompts in two steps: four after one, eight after both."""
     state = load(pipeline_depth=1, waiting_tokens=800, prompts=8)
-    assert total_delay_ms(state, 2, 50.0, 0.0, 1.0) == pytest.approx((4 * 1 + 4 * 2) * 50.0)
+    assert first_tokens_ms(state, 2, 50.0) == pytest.approx((4 * 1 + 4 * 2) * 50.0)
 
 
 def test_prompts_that_came_together_end_one_by_one_where_rows_bound_a_step() -> None:
@@ -96,7 +127,7 @@ def test_the_more_first_tokens_weigh_the_sooner_they_come(
     def waiting_ms(ttft_weight: float) -> float:
         state = load(times, **case)
         num_steps, step_ms = best_spread(state, times, 12, ttft_weight)
-        return total_delay_ms(state, num_steps, step_ms, 0.0, 1.0)
+        return first_tokens_ms(state, num_steps, step_ms)
 
     assert waiting_ms(weight + more) <= waiting_ms(weight) * (1 + 1e-9)
 
@@ -113,22 +144,25 @@ def test_a_factor_on_all_times_changes_nothing(
     if found != other:
         alone_ms = times.step_ms(decode_work(state))
         delays = [
-            total_delay_ms(state, steps, ms, ms - alone_ms, 1.0)
+            first_tokens_ms(state, steps, ms)
+            + late_decodes_ms(state, steps, ms - alone_ms, ms - alone_ms)
             for steps, ms in ((found, step_ms), (other, other_ms / factor))
         ]
         assert delays[0] == pytest.approx(delays[1])
 
 
-@given(case=CASES, times=TIMES)
+@given(case=CASES, times=TIMES, sees_level=st.booleans())
 def test_a_load_that_drains_is_never_met_with_longer_steps(
-    case: dict[str, int], times: Times
+    case: dict[str, int], times: Times, sees_level: bool
 ) -> None:
     """No oscillation: prefill that goes as planned leaves steps that get shorter. Near the best
     number several cost the same, so that chunks may swing by a fifth."""
-    left, last_ms = 1000 + case["waiting_tokens"], float("inf")
+    first_left = left = 1000 + case["waiting_tokens"]
+    last_ms = float("inf")
     while left > 500:
         state = load(times, **(case | {"waiting_tokens": left, "prompts": 1}))
-        num_steps, step_ms = best_spread(state, times, 12, 1.0)
+        level_ms = last_ms if sees_level and left < first_left else 0.0
+        num_steps, step_ms = best_spread(state, times, 12, 1.0, level_ms)
         assert step_ms <= 1.2 * last_ms
         last_ms = min(last_ms, step_ms)
         left -= -(-left // num_steps)

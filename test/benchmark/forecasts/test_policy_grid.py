@@ -8,7 +8,7 @@ import pytest
 
 from benchmark.forecasts import policy_grid
 from benchmark.forecasts.grid_cells import MACHINES, Cell, Load, cells
-from benchmark.forecasts.grid_report import losses
+from benchmark.forecasts.grid_report import losses, means, trades
 
 
 def row(policy: str, **changes: float) -> dict[str, Any]:
@@ -60,3 +60,27 @@ def test_a_run_leaves_out_the_rows_that_it_has(
     assert policy_grid.main([*arguments, *case]) == 0
     added = path.read_text(encoding="utf-8").splitlines()[2:]
     assert [json.loads(line)["policy"] for line in added] == ["throttle-time"]
+
+
+def test_the_best_of_a_measure_is_named_with_its_price() -> None:
+    rows = [
+        row("own", e2e_ms=1000.0),
+        row("early", ttft_ms=90.0, tpot_ms=22.0, e2e_ms=1100.0),
+        row("near", total_tokens_per_s=1015.0, e2e_ms=1000.0),
+    ]
+    (line,) = trades(rows, "own")
+    assert line[:3] == ("one", "TTFT", "early")
+    assert line[3:] == ("+0.0%", "+10.0%", "-10.0%", "-10.0%", "90%, 90%")
+
+
+def test_seeds_are_judged_by_their_means() -> None:
+    rows = [
+        *(row("own", seed=seed, ttft_ms=100.0, e2e_ms=1.0) for seed in (0, 1)),
+        *(row("other", seed=seed, ttft_ms=ttft, e2e_ms=1.0) for seed, ttft in ((0, 90), (1, 110))),
+    ]
+    assert [(one["policy"], one["ttft_ms"]) for one in means(rows)] == [
+        ("own", 100.0),
+        ("other", 100.0),
+    ]
+    assert losses(rows[::2], "own") and not losses(means(rows), "own")
+    assert len(trades(rows[::2], "own")) == 1 and not trades(means(rows), "own")
