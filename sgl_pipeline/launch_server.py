@@ -265,7 +265,6 @@ def _complete_app(
     from sgl_pipeline.managers.entrance.pipeline_routes import add_pipeline_routes
     from sgl_pipeline.managers.entrance.request_spans import open_request_spans
     from sgl_pipeline.managers.entrance.route_guard import guard_routes
-    from sgl_pipeline.managers.entrance.stream_pieces import StreamPieces
     from sgl_pipeline.managers.entrance.streamed_calls import read_calls_piece_by_piece
     from sgl_pipeline.managers.entrance.throttle_body import ServerKeys
 
@@ -284,7 +283,6 @@ def _complete_app(
         plan.features,
         is_stopping=lambda: get_global_state().tokenizer_manager.gracefully_exit,
     )
-    app.add_middleware(StreamPieces)
     has_page, hub = pipeline_args.ui == "on", None
     if has_page:
         hub = add_live_routes(app, run_directory, has_api_key=bool(upstream.api_key))
