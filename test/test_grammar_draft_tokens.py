@@ -4,6 +4,7 @@ The whole runtime but its processes, in one process, as in `test_draft_tokens.py
 so that what a grammar leaves open is hard to guess, and what it forces is not.
 """
 
+import json
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -148,6 +149,59 @@ def test_a_lone_request_has_the_bits_that_it_has_without_drafts(
             assert pipeline.scheduler.drafts.num_accepted
         if number == STOPS_EARLY:
             assert any(M in draft[:-1] for draft in drafts)
+
+
+ODD_SCHEMA = {
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Zürich", "東京", 'a "quoted" town', "🚲"]},
+                "floor": {"type": "integer", "minimum": -3, "maximum": 12},
+            },
+            "required": ["city", "floor"],
+            "additionalProperties": False,
+        }
+    },
+    "type": "object",
+    "properties": {
+        "größe": {"type": "integer", "minimum": 5, "maximum": 250},
+        "places": {
+            "type": "array",
+            "items": {"$ref": "#/$defs/place"},
+            "minItems": 2,
+            "maxItems": 2,
+        },
+        "status": {"anyOf": [{"type": "null"}, {"const": "paid in full"}]},
+    },
+    "required": ["größe", "places", "status"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_by_an_odd_schema_are_those_without_drafts() -> None:
+    """Nested, in a choice of forms, beyond ASCII, with numbers between bounds; several answers to
+    one prompt, and one that has learned from those before it."""
+    grammar = compiled(GrammarSpec("json", json.dumps(ODD_SCHEMA)))
+    plain, drafting = new_pipeline(1), new_pipeline(2, draft_tokens=11)
+    for number, sampling in enumerate((GREEDY, *SAMPLINGS[1:], SamplingSpec(1.5, seed=8))):
+        ours, theirs = (
+            Request(
+                f"odd-{number}",
+                byte_tokenizer().encode("Say it."),
+                sampling,
+                StopRules(180, LIMITS.eos_token_ids),
+                constraint=GrammarConstraint(grammar, VOCABULARY, 1.0, clock=lambda: 0.0),
+                logprobs=LogprobSpec(0, 3, (1, 5)),
+            )
+            for _ in range(2)
+        )
+        plain.run([theirs])
+        drafting.run([ours])
+        assert outcome([ours]) == outcome([theirs])
+        answer = json.loads(byte_tokenizer().decode(ours.output_ids, skip_special_tokens=True))
+        assert len(answer["places"]) == 2 and 5 <= answer["größe"] <= 250
+    assert drafting.scheduler.drafts.num_accepted > 100
 
 
 def test_forced_text_takes_a_step_for_as_many_tokens_as_a_draft_may_have() -> None:
