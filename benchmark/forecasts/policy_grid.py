@@ -115,7 +115,7 @@ def read_rows(path: Path, case: str) -> Iterator[Row]:
 
 
 def _key(row: Row) -> tuple[str, int, str]:
-    return row["cell"], row["seed"], row["policy"]
+    return row["cell"], row.get("seed", 0), row["policy"]
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from sgl_pipeline.migration.planner_args import PlannerArgs
 
 # The moves that count.
 LAST_MOVES = 5
-# Of fewer bytes the time of a move tells less of a byte: they may have waited for something else,
-# as a long step of the target. A host copies so many in about 60 ms.
+# A move of fewer bytes says less about the price of a byte: they may have waited for something
+# else, as a long step of the target. So it never raises the price above that at the start. A host
+# copies as much in about 60 ms.
 MANY_BYTES = 64 * 2**20
 
 
@@ -75,6 +76,8 @@ class MovePrices:
         if state_bytes:
             most_s = stalled_s / patched_bytes if patched_bytes else float("inf")
             byte_s = min(cost_s / state_bytes, most_s)
+            if state_bytes < MANY_BYTES:
+                byte_s = min(byte_s, self._args.state_byte_price_s)
             self._bytes_s.append((byte_s, min(state_bytes, MANY_BYTES)))
         self._moves.append(_Move(len(layers), state_bytes, cost_s))
         at_start = self._args.state_byte_price_s, MANY_BYTES

@@ -165,6 +165,7 @@ class Forecaster:
         """The load by now; prompts and contexts are as long in the mean as they were."""
         load, decoding = self._outlook.load, len(self._decoding)
         waiting = max(0, self._waiting_tokens)
+        begun = self._prefilling[0].prefill_tokens if self._prefilling else 0
         return replace(
             load,
             step_id=self._step_id,
@@ -173,6 +174,7 @@ class Forecaster:
             * waiting
             // max(1, load.waiting_tokens),
             prompts=len(self._waiting) + len(self._prefilling),
+            first_prompt_tokens=min(waiting, begun),
             running_decodes=decoding,
             decode_attended_tokens=load.decode_attended_tokens
             * decoding

@@ -24,6 +24,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
     choose_layer_kernels,
     make_layer_kernels,
     make_stage_attention,
+    quantization_notice,
 )
 from sgl_pipeline.pp_runner.kv_capacity import usable_memory_bytes
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import RmsNorm
@@ -135,7 +136,10 @@ class _MadeUpModel:
             choose_attention_backend(args.attention_backend, shape), shapes, args.prefill_kernels
         )
         choice = choose_layer_kernels(args.layer_kernels, shape.dtype, device, spec.quantization)
-        bind_compute_threads(choice.name, shape.dtype, assignment.cpu_threads, assignment.cpu_cores)
+        if not quantization_notice(choice, spec.quantization, shape.dtype):
+            bind_compute_threads(
+                choice.name, shape.dtype, assignment.cpu_threads, assignment.cpu_cores
+            )
         self._kernels = make_layer_kernels(choice, shape)
         self._weights = MadeUpWeights(shape.dtype, device)
         kinds = [spec.layer_kind(layer) for layer in range(spec.num_layers)]

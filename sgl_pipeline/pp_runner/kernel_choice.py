@@ -298,11 +298,11 @@ def quantization_notice(
     kernels = load_cpu_kernels()
     for _, scheme in quantization.groups:
         if isinstance(scheme, Mxfp4Scheme):
-            needed, is_there = "avx2", kernels.has_products
+            needed, is_there = "avx2 and fma", kernels.has_products
         elif isinstance(scheme, Int8Scheme) or (
             isinstance(scheme, Int4Scheme) and scheme.rounds_rows
         ):
-            needed, is_there = "avx2", kernels.has_int8_products
+            needed, is_there = "avx2 and fma", kernels.has_int8_products
         else:
             needed, is_there = "avx512_bf16", kernels.has_bf16_instructions
         if not is_there:

@@ -75,7 +75,8 @@ def load_stage(
     stage, plan = assignment.stage, assignment.plan
     kernels = choose_layer_kernels(args.layer_kernels, dtype, device, spec.quantization)
     shapes = spec.attention_shapes(assignment.page_size, dtype, device, args.kv_cache_dtype)
-    bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
+    if not quantization_notice(kernels, spec.quantization, dtype):
+        bind_compute_threads(kernels.name, dtype, assignment.cpu_threads, assignment.cpu_cores)
     if before is None:
         # The first layer's size is known after reading it; check that the rest fit.
         model: StageModel = load_stage_model(

@@ -9,8 +9,9 @@ from sgl_pipeline.scheduling.state_slots import StateSlots
 
 
 class SnapshotSlots:
-    """Of `slots` those of the snapshots of `storage`, and of the lists in which running requests
-    hold theirs until pages lead there; `free_pages` takes pages back that are lost with one.
+    """Manages the slots of snapshots: those of `storage`, and those in the lists in which running
+    requests hold theirs until pages lead there; `free_pages` takes pages back that are lost with
+    one.
 
     One that a request holds and that its decode leaves in the step that is being put together does
     not give way: that step reads it.
@@ -37,8 +38,8 @@ class SnapshotSlots:
         return self._order.num_evictable + len(self._held)
 
     def evict(self) -> None:
-        """Frees the slot of the least recently used snapshot that no waiting request wants, else of
-        one that is held, else of one that is wanted."""
+        """Frees the slot of the least recently used snapshot that no waiting request wants, if a
+        search of `MAX_PASSED` finds one, else of one that is held, else of one that is wanted."""
         node = self._order.first_unwanted()
         if node is None and self._held:
             slot, held = next(iter(self._held.items()))

@@ -86,7 +86,8 @@ class Tenants:
         self._others: LeastFirst[Tenant] = LeastFirst(_level_and_turn)
         self._backlogged_weight = 0.0
         self._burst_ms, self._burst_tokens = burst_ms, burst_tokens
-        self._system_time = 0.0
+        # At which one comes that had nothing: a burst below WF2Q+'s system virtual time.
+        self._entry_level = -burst_tokens
         self._num_steps = 0
         self._expected: list[Tenant] = []
         self._times: StepTimes | None = None
@@ -105,10 +106,6 @@ class Tenants:
     def _burst(self) -> float:
         return self._burst_tokens if self._times is None else self._burst_ms
 
-    @property
-    def _entry_level(self) -> float:
-        return self._system_time - self._burst
-
     def weight_of(self, name: str) -> float:
         return self._weights.get(name, DEFAULT_WEIGHT)
 
@@ -119,14 +116,14 @@ class Tenants:
 
     def has_saved(self, name: str) -> bool:
         """True if at least half of what the tenant may save up is left: it asks for less than its
-        share."""
-        return self.get(name).level <= self._system_time - 0.5 * self._burst
+        share, or has just come."""
+        return self.get(name).level <= self._entry_level + 0.5 * self._burst
 
     def begins_to_wait(self, name: str) -> Tenant:
         """A request of the tenant waits from now on, and may be served."""
         tenant = self._known.get(name)
         if tenant is None or not tenant.num_waiting:
-            self._raise_system_time()
+            self._raise_entry_level()
             # It may have been forgotten just now.
             tenant = self._remember(name)
             if tenant.virtual_time < self._entry_level:
@@ -175,18 +172,19 @@ class Tenants:
             self._fell(tenant)
         self._expected.clear()
         if self._backlogged_weight:
-            self._system_time += 0.5 * sum(services.values()) / self._backlogged_weight
+            self._entry_level += 0.5 * sum(services.values()) / self._backlogged_weight
 
     def _use(self, times: StepTimes | None) -> None:
         """Counts by `times` from now on. In another unit all begin anew: what was owed in the old
         one is forgotten."""
-        if (times is None) != (self._times is None):
-            self._system_time = 0.0
+        is_other_unit = (times is None) != (self._times is None)
+        self._times = times
+        if is_other_unit:
+            self._entry_level = -self._burst
             self.totals.begin_anew()
             for tenant in tuple(self._known.values()):
                 tenant.virtual_time = tenant.expected = 0.0
                 self._fell(tenant)
-        self._times = times
 
     def _remember(self, name: str) -> Tenant:
         tenant = self._known.get(name)
@@ -200,13 +198,12 @@ class Tenants:
         self._others.fell(tenant)
         self.on_fell(tenant)
 
-    def _raise_system_time(self) -> None:
+    def _raise_entry_level(self) -> None:
         least = self._backlogged.first()
         if least is not None:
-            self._system_time = max(self._system_time, least.level)
+            self._entry_level = max(self._entry_level, least.level - self._burst)
         elif self._known:
-            highest = max(one.level for one in self._known.values())
-            self._system_time = max(self._system_time, highest + self._burst)
+            self._entry_level = max(self._entry_level, *(one.level for one in self._known.values()))
         # One that was served and is at the entry level stays: who comes now is before it.
         entry = self._entry_level, 1
         while (tenant := self._others.first()) is not None and _level_and_turn(tenant) < entry:

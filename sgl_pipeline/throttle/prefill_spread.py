@@ -58,7 +58,7 @@ def first_tokens_ms(load: PipelineLoad, num_steps: int, step_ms: float) -> float
     The prompt that is begun ends after its own share of these steps, the others evenly over the
     rest, all of one step with it, and the last chunk of each has to pass the pipeline.
     """
-    prompts = load.prompts
+    prompts = max(1, load.prompts)  # a forecast for one request leaves out those behind it
     first_share = max(load.first_prompt_tokens / load.waiting_tokens, 1.0 / prompts)
     first_steps = max(1.0, num_steps * first_share)
     mean_steps = 0.5 * (first_steps + num_steps) + load.pipeline_depth - 1

@@ -101,21 +101,22 @@ def test_one_bad_move_changes_no_price(slow: float, place: int) -> None:
     assert prices.of([0]) == pytest.approx(usual_s)
 
 
-def test_few_bytes_that_waited_for_a_long_step_do_not_price_many_like_them() -> None:
+@pytest.mark.parametrize("few", [3, 7, 31])
+def test_few_bytes_that_waited_for_a_long_step_do_not_price_many_like_them(few: int) -> None:
     """Three states of two MiB in 2 s are 318 ns a byte: 512 s for 768 slots, for which no planner
     would move a layer and learn better."""
-    slots = [3]
+    slots = [few]
     prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: slots[0])
     for _ in range(20):
-        prices.learn([1], stalled_s=2.0, shared_s=0.5, patched_bytes=6 * MIB)
+        prices.learn([1], stalled_s=2.0, shared_s=0.5, patched_bytes=2 * few * MIB)
         assert prices.of([1]) <= 2.5 + 1e-9
     assert prices.of([1]) == pytest.approx(2.5)
     slots[0] = 768
-    assert prices.of([1]) == pytest.approx(2.5 + (1536 - 6) * MIB * 1e-9)
+    assert prices.of([1]) == pytest.approx(2.5 + (1536 - 2 * few) * MIB * 1e-9)
     learn_at_rate(prices, 4e-9, 768, times=4)
     assert prices.of([0]) == pytest.approx(0.2 + 1536 * MIB * 4e-9)
-    slots[0] = 3
-    assert prices.of([0]) == pytest.approx(0.2 + 6 * MIB * 4e-9)
+    slots[0] = few
+    assert prices.of([0]) == pytest.approx(0.2 + 2 * few * MIB * 4e-9)
 
 
 def test_few_bytes_of_many_that_waited_for_a_long_step_cost_no_more_than_the_move() -> None:

@@ -64,8 +64,10 @@ class Told:
         return [(told - was) / max(was, 0.1) for told, was in pairs if told is not None]
 
 
-def forecasts(pool_tokens: int, policy: str, seed: int = 1, **options: int) -> list[Told]:
-    """A hundred requests at once; now and then one that waits is forecast."""
+def forecasts(
+    pool_tokens: int, policy: str, seed: int = 1, asks_running: bool = False, **options: int
+) -> list[Told]:
+    """A hundred requests at once; now and then some that wait are forecast, or that decode."""
     scheduler = NobodyKnowsWhen(
         SchedulingArgs(**options),  # type: ignore[arg-type]
         make_policy(ThrottleArgs(policy=policy)),
@@ -94,8 +96,10 @@ def forecasts(pool_tokens: int, policy: str, seed: int = 1, **options: int) -> l
         if now_s - asked_s < 0.5:
             return
         asked_s = now_s
-        waiting = [one for one in scheduler.requests() if one.first_token_s is None]
-        for request in random.sample(waiting, min(3, len(waiting))):
+        asked = [
+            one for one in scheduler.requests() if (one.first_token_s is not None) is asks_running
+        ]
+        for request in random.sample(asked, min(3, len(asked))):
             outlook = scheduler.outlook(request.request_id)
             assert outlook is not None
             told.append(Told(pipeline._core.forecast(outlook, now_s), now_s, request))
@@ -129,6 +133,15 @@ def test_a_queue_that_waits_for_answers_to_end_is_foreseen_roughly(
     assert len(found) >= 100
     assert abs(median(found)) < 0.2
     assert sum(abs(error) < 0.75 for error in found) > 0.8 * len(found)
+
+
+@pytest.mark.parametrize("policy", ["throttle-time", "throttle", "sarathi"])
+def test_a_decode_is_forecast_while_others_wait_for_places(policy: str) -> None:
+    told = forecasts(400_000, policy, asks_running=True, max_running_requests=4)
+    assert len(told) > 100
+    assert all(one.forecast.runs_in_s == 0.0 for one in told)
+    known = [one.forecast.next_token_in_s for one in told if not one.forecast.reason]
+    assert len(known) > 100 and all(0.0 <= one < 5.0 for one in known if one is not None)
 
 
 def test_before_any_answer_has_ended_a_full_house_is_unknown() -> None:

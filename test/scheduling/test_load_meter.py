@@ -13,8 +13,8 @@ def arrived(request_id: str, arrival_s: float) -> Request:
 
 
 def test_the_newest_wait_is_that_of_the_newest_prompt_that_is_not_scheduled_whole() -> None:
-    """Of those that wait; where none waits, of those that are being prefilled, of whose first one
-    `first_prompt_tokens` are."""
+    """Of those that wait; where none waits, of those that are being prefilled.
+    `first_prompt_tokens` are those of the first one that is being prefilled."""
     throttle = ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=16)
     scheduler = new_scheduler(
         SchedulingArgs(page_size=2, max_running_requests=2), throttle, num_pages=400, num_stages=8

@@ -186,9 +186,10 @@ def test_a_flood_that_comes_while_another_waits_is_owed_half_of_what_that_has_ha
     assert waits(tenants, "flood").virtual_time == 515.0 - 100.0
 
 
-def test_who_comes_where_none_waits_is_before_who_runs() -> None:
+@pytest.mark.parametrize("burst", [100.0, 0.1, 1234.567])
+def test_who_comes_where_none_waits_is_before_who_runs(burst: float) -> None:
     """Whatever their names."""
-    tenants = Tenants({}, burst_tokens=100.0)
+    tenants = Tenants({}, burst_tokens=burst)
     tenants.ends_to_wait(waits(tenants, "a"))
     for _ in range(9):
         serve(tenants, "a", 50)

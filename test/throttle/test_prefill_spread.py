@@ -69,6 +69,9 @@ def test_prompts_end_behind_the_one_that_is_begun() -> None:
     # Without it they end evenly from the first step on.
     state = load(pipeline_depth=1, waiting_tokens=800, prompts=4)
     assert first_tokens_ms(state, 4, 50.0) == pytest.approx((1 + 2 + 3 + 4) * 50.0)
+    # Of tokens behind the request that a forecast is for, it does not know the prompts.
+    state = load(pipeline_depth=1, waiting_tokens=800, prompts=0)
+    assert first_tokens_ms(state, 4, 50.0) == pytest.approx(4 * 50.0)
 
 
 def test_a_plan_is_kept_while_it_is_carried_out() -> None:

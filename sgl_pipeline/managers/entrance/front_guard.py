@@ -83,8 +83,9 @@ class GuardedTokenizerManager(TokenizerManager):
                 raise RefusedRequestError(message, HTTPStatus.BAD_REQUEST) from error
 
     def _wait_one_response(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        """As upstream's, which makes a task and a timer for each token, to ask now and then whether
-        the client is still there. Of a stream that has begun, Starlette's response notices it."""
+        """As upstream's, which sets a timer for each token (and with Python 3.11 makes a task), to
+        ask now and then whether the client is still there. Of a stream that has begun, Starlette's
+        response notices it: it listens as long as uvicorn's ASGI version is below 2.4."""
         logs_headers = self.request_logger.log_requests
         if request is None or logs_headers or not getattr(obj, "stream", False):
             return super()._wait_one_response(obj, request)
@@ -97,8 +98,9 @@ class GuardedTokenizerManager(TokenizerManager):
         # Upstream gives no reply without taking all there are: a last one is either out or there.
         if state.finished and not state.out_list:
             return
-        async for reply in super()._stream_one_response(obj, state):
-            yield reply
+        async with aclosing(super()._stream_one_response(obj, state)) as rest:
+            async for reply in rest:
+                yield reply
 
     def _dispatch_to_scheduler(self, obj: Any) -> None:
         """As upstream's; each request carries the name of its tenant, where they are told apart,

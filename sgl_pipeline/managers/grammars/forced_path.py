@@ -9,8 +9,8 @@ class ForcedPath:
 
     def __init__(self, text_tokens: TextTokens) -> None:
         self._text_tokens = text_tokens
-        # Of the output and of each tried token: the text that is forced behind it, or none that is
-        # known.
+        # The text that is forced behind the output, then behind each tried token; empty where none
+        # is known.
         self._texts = [b""]
         self._tried: list[int] = []
 

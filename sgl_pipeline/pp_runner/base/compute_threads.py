@@ -43,7 +43,8 @@ def bind_compute_threads(
 
     The system moves a thread when something else runs on its core for a moment; two on one core
     take turns, 4 ms each. If it refuses, threads stay unbound, with a warning. torch's own products
-    end threads that they do not need: later threads would all be on this thread's core.
+    end threads that they do not need: later threads would all be on this thread's core. So a stage
+    with weights that torch multiplies (`quantization_notice`) must not call it.
     """
     if kernels_name != "cpu" or dtype != torch.bfloat16 or num_threads == 1 or not cores:
         return

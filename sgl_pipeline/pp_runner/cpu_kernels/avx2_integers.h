@@ -12,8 +12,10 @@
 
 #pragma once
 
+#include "blocks.h"
 #include "exports.h"
-#include "integer_instructions.h"
+#include "product_instructions.h"
+#include "side_rows.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -24,26 +26,17 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
-#include <vector>
 
 namespace {
 
-typedef unsigned char Byte;
-
-constexpr int kBlock = 16;  // outputs
-constexpr int kLine = 64;   // bytes
 constexpr int kHalf = 8;    // outputs of a vector
 constexpr int kQuad = 4;    // inputs of which a weight has its numbers side by side
 constexpr int64_t kTileInputs = 64;     // of a packed weight
 constexpr int64_t kStepInputs = 32;     // of which packed rows have a multiple
-constexpr int kSideRows = 6;            // of a group: its sums with a block take 12 of 16 registers
 constexpr int64_t kRowsTogether = 192;  // for which a panel is read from memory once
 constexpr int64_t kAhead = 2048;        // bytes, where no other rows wait for the weight
 constexpr float kLargest = 127.0f;
 constexpr float kSmallestRow = 0x1p-100f;  // the largest number of a row that is all zeros to us
-
-inline int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
 struct IntegerProduct {
   int64_t num_rows;
@@ -151,19 +144,6 @@ float round_row(const IntegerProduct& product, int64_t row, const Put& put) {
   return largest / kLargest;
 }
 
-// Calls with_rows(rows), a constant in its type, for 1 to kSideRows rows.
-template <typename WithRows>
-void for_rows(int num_rows, const WithRows& with_rows) {
-  switch (num_rows) {
-    case 1: return with_rows(std::integral_constant<int, 1>());
-    case 2: return with_rows(std::integral_constant<int, 2>());
-    case 3: return with_rows(std::integral_constant<int, 3>());
-    case 4: return with_rows(std::integral_constant<int, 4>());
-    case 5: return with_rows(std::integral_constant<int, 5>());
-    default: return with_rows(std::integral_constant<int, kSideRows>());
-  }
-}
-
 // What stands beside the outputs of a panel in an array of one number for each, gates first; zeros
 // where there are no outputs.
 template <typename T>
@@ -201,15 +181,7 @@ void finish(const IntegerProduct& product, const PackedRows& rows, int64_t panel
   }
 }
 
-// Memory keeps its size from call to call.
-template <typename T>
-T* at_least(std::vector<T>& memory, int64_t size) {
-  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-  return memory.data();
-}
-
-thread_local std::vector<Byte> integer_rows;
-thread_local std::vector<float> integer_scales;
+thread_local Workspace integer_rows_workspace, integer_scales_workspace;
 
 // All rows with all panels. An `Arithmetic` packs the rows of a group (`pack<rows>`), `kNumberBytes`
 // for an input, with `scales_per_row` numbers for each row, and multiplies packed rows with a panel
@@ -226,8 +198,8 @@ void run_integer_product(const Arithmetic& arithmetic, int num_threads) {
     Byte* numbers;
     float* scales;
     const auto reserve = [&] {
-      numbers = at_least(integer_rows, together * row_bytes);
-      scales = at_least(integer_scales, together * per_row);
+      numbers = integer_rows_workspace.at_least<Byte>(together * row_bytes);
+      scales = integer_scales_workspace.at_least<float>(together * per_row * sizeof(float));
     };
     if (is_shared) {
 #pragma omp single copyprivate(numbers, scales)

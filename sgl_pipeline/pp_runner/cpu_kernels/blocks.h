@@ -13,10 +13,6 @@
 #include <memory>
 #include <new>
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BF16__)
-#define SGLP_HAS_VECTOR_PRODUCTS  // products of bf16 and MXFP4 are vector_products.cpp's
-#endif
-
 namespace {
 
 typedef unsigned char Byte;

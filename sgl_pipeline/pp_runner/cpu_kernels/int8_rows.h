@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "integer_instructions.h"
+#include "product_instructions.h"
 #include "product_panels.h"
 
 #if defined(SGLP_HAS_VNNI)

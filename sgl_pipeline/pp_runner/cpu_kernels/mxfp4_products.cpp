@@ -8,6 +8,7 @@
 
 #include "bfloat16_dot.h"
 #include "expanded_tiles.h"
+#include "product_instructions.h"
 
 #if defined(__AVX512BF16__)
 

@@ -4,6 +4,7 @@
 // inputs in ascending order. Packed, a weight is [out / 16, in / 2, 16, 2], padded with zeros.
 
 #include "bfloat16_dot.h"
+#include "product_instructions.h"
 
 #if defined(__AVX512BF16__)
 

@@ -13,6 +13,8 @@
 
 #include "blocks.h"
 #include "exports.h"
+#include "product_instructions.h"
+#include "side_rows.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -22,13 +24,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 namespace {
 
 constexpr int64_t kTileInputs = 32;
 constexpr int kFour = 4;         // inputs of which a weight has its numbers side by side
-constexpr int kSideRows = 6;     // of a group: with 16 outputs their sums take 12 of 16 registers
 constexpr int kWideRows = 3;     // so many or fewer are multiplied by 32 outputs at once
 constexpr int64_t kPartInputs = 256;  // of two blocks in bf16 and of a group of rows: 22 KiB
 constexpr int64_t kRowsTogether = 96;  // that a panel is expanded for, and read from memory for
@@ -159,19 +159,6 @@ void multiply_rows(const float* rows, const Weights& weights, int64_t inputs, Pa
   } else {
     multiply<kRows, 1>(rows, weights, 0, inputs, sums);
     multiply<kRows, 1>(rows, weights, 1, inputs, sums);
-  }
-}
-
-// Calls with_rows(rows), a constant in its type, for 1 to kSideRows rows.
-template <typename WithRows>
-void for_rows(int num_rows, const WithRows& with_rows) {
-  switch (num_rows) {
-    case 1: return with_rows(std::integral_constant<int, 1>());
-    case 2: return with_rows(std::integral_constant<int, 2>());
-    case 3: return with_rows(std::integral_constant<int, 3>());
-    case 4: return with_rows(std::integral_constant<int, 4>());
-    case 5: return with_rows(std::integral_constant<int, 5>());
-    default: return with_rows(std::integral_constant<int, kSideRows>());
   }
 }
 

@@ -33,9 +33,11 @@ class TokenMasks:
         rows = logits[self.first_row : self.first_row + len(self.packed)]
         if logits.device.type == "cpu":
             # Less than half of the time that torch takes for 12 rows of 49,152.
-            allowed_bits, vocab_size = self.packed.numpy(), logits.shape[1]
-            forbidden = np.unpackbits(~allowed_bits, axis=1, count=vocab_size, bitorder="little")
-            np.copyto(rows.numpy(), -np.inf, where=forbidden.view(bool))
+            vocab_size = logits.shape[1]
+            allowed = np.unpackbits(
+                self.packed.numpy(), axis=1, count=vocab_size, bitorder="little"
+            )  # with zeros where the mask ends: what it does not know is forbidden
+            np.copyto(rows.numpy(), -np.inf, where=np.logical_not(allowed.view(bool)))
         else:
             rows.masked_fill_(forbidden_tokens(self.packed, logits.shape[1]), -torch.inf)
 

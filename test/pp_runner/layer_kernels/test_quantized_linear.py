@@ -212,42 +212,46 @@ def test_rows_too_long_for_the_cache_are_summed_in_the_same_order(instructions, 
 
 
 @pytest.mark.compiler
+@every_instruction_set
 @pytest.mark.parametrize("in_features", [1, 3, 33, 63, 65, 100])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 of 64"])
-def test_eight_bits_of_any_number_of_inputs(kind, in_features):
+def test_eight_bits_of_any_number_of_inputs(instructions, kind, in_features):
     weight, x = quantized(kind, 19, in_features), random(4, 5, in_features)
-    y = compiled("native", weight)(x)
+    y = compiled(instructions, weight)(x)
     torch.testing.assert_close(y, TorchQuantizedLinear(weight)(x), rtol=2.0**-7, atol=1e-3)
 
 
 @pytest.mark.compiler
+@every_instruction_set
 @pytest.mark.parametrize("in_features", [8, 40, 72, 104])
 @pytest.mark.parametrize("kind", ["int4 of a row", "int4 of a row, int8 rows"])
-def test_four_bits_of_any_number_of_inputs(kind, in_features):
+def test_four_bits_of_any_number_of_inputs(instructions, kind, in_features):
     """Where a scale is for all of them."""
     weight, x = quantized(kind, 19, in_features), random(4, 5, in_features)
-    y = compiled("native", weight)(x)
+    y = compiled(instructions, weight)(x)
     torch.testing.assert_close(y, TorchQuantizedLinear(weight)(x), rtol=2.0**-7, atol=1e-3)
 
 
 @pytest.mark.compiler
+@every_instruction_set
 @pytest.mark.parametrize("rounds_rows", [False, True])
 @pytest.mark.parametrize("num_rows", [3, 40])
-def test_groups_too_long_to_be_computed_at_once(num_rows, rounds_rows):
+def test_groups_too_long_to_be_computed_at_once(instructions, num_rows, rounds_rows):
     weight = with_zeros(to_int4(random(9, 24, 4096), 2048))
     weight, x = replace(weight, rounds_rows=rounds_rows), random(10, num_rows, 4096)
-    y = compiled("native", weight)(x)
+    y = compiled(instructions, weight)(x)
     torch.testing.assert_close(y, TorchQuantizedLinear(weight)(x), rtol=2.0**-7, atol=1e-2)
 
 
 @pytest.mark.compiler
+@every_instruction_set
 @every_kind
 @pytest.mark.parametrize("inner", [15, 16, 40])
-def test_the_compiled_product_gates(kind, inner):
+def test_the_compiled_product_gates(instructions, kind, inner):
     weight, x, bias = quantized(kind, 2 * inner, 192), random(5, 9, 192), random(6, 2 * inner)
     gate, up = (exact(weight, x) + bias.double()).chunk(2, dim=1)
     expected = gate / (1 + (-gate).exp()) * up
-    for kernels in (CompiledKernels(load_cpu_kernels()), TorchKernels()):
+    for kernels in (CompiledKernels(kernels_for(instructions)), TorchKernels()):
         y = kernels.gated_linear(weight, bias)(x).double()
         torch.testing.assert_close(y, expected, rtol=2.0**-6, atol=2.0**-3)
 
@@ -279,7 +283,8 @@ def test_every_four_bit_number_and_zero_point_is_exact():
 
 
 @pytest.mark.compiler
-def test_every_mxfp4_number_is_exact_with_every_scale():
+@every_instruction_set
+def test_every_mxfp4_number_is_exact_with_every_scale(instructions):
     codes, scales = torch.cartesian_prod(torch.arange(16), torch.tensor(MXFP4_SCALES)).unbind(1)
     packed = pack_halves(codes[:, None].expand(len(codes), 32))
     weight = Mxfp4Weight(packed, scales[:, None].to(torch.uint8), torch.bfloat16)
@@ -287,14 +292,14 @@ def test_every_mxfp4_number_is_exact_with_every_scale():
     x[0, 5] = 1.0
     meant = torch.tensor(E2M1)[codes].double() * 2.0 ** (scales - 127).double()
     assert torch.equal(weight.dequantized().double(), meant[:, None].expand(-1, 32))
-    assert torch.equal(compiled("native", weight)(x)[0].double(), meant)
+    assert torch.equal(compiled(instructions, weight)(x)[0].double(), meant)
 
 
 @pytest.mark.compiler
 @every_instruction_set
 @pytest.mark.parametrize("num_rows", [*range(1, 8), 97])
 def test_sums_of_mxfp4_that_fp32_holds_are_exact(instructions, num_rows):
-    """Of halves of small integers, so that a number or scale in another's place would show."""
+    """The numbers are halves of small integers: one in another's place, or a scale, would show."""
     generator = torch.Generator().manual_seed(num_rows)
     codes = torch.randint(0, 16, (50, 608), generator=generator)
     scales = torch.randint(126, 130, (50, 19), generator=generator, dtype=torch.uint8)
@@ -304,11 +309,12 @@ def test_sums_of_mxfp4_that_fp32_holds_are_exact(instructions, num_rows):
 
 
 @pytest.mark.compiler
+@every_instruction_set
 @every_kind
 @pytest.mark.parametrize("shape", [(64, 96), (1000, 192), (40, 3072), (4096, 96)], ids=str)
-def test_a_row_has_the_same_bits_in_every_microbatch(kind, shape):
+def test_a_row_has_the_same_bits_in_every_microbatch(instructions, kind, shape):
     weight, x = quantized(kind, *shape), random(7, 300, shape[1])
-    for linear in (compiled("native", weight), compiled("native", weight, is_gated=True)):
+    for linear in (compiled(instructions, weight), compiled(instructions, weight, is_gated=True)):
         whole = linear(x)
         for start, length in [(0, 1), (5, 1), (0, 2), (3, 3), (7, 4), (1, 8), (20, 31), (2, 100)]:
             assert torch.equal(linear(x[start : start + length]), whole[start : start + length])
