@@ -206,7 +206,7 @@ def serve(
 
 
 def latency_target(alone: Simulation) -> LatencyTarget:
-    """Of a cell in which a request alone was served like this."""
+    """The targets of a cell in which a request alone was served like this."""
     found = summarize(alone)
     has_pauses = any(len(one.token_times_s) > 1 for one in alone.requests)
     tpot_ms = found.tpot_ms.mean if has_pauses else 0.0

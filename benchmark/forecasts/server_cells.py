@@ -108,7 +108,7 @@ def measured_costs() -> FittedCosts:
 
 
 def _sums(load: str, run: dict[str, Any]) -> tuple[float, ...]:
-    """Of a run: steps, rows, and the tokens that prompts, and that decodes, attend to."""
+    """Steps and rows of a run, and the tokens that prompts, and that decodes, attend to."""
     cost = run["cost"]
     requests = _requests(USUAL_LOADS[load], None)
     by_prompts = sum(attended_tokens(0, one.input_tokens) for one in requests)

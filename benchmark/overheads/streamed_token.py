@@ -65,7 +65,7 @@ class RouteUse:
 
     @property
     def whole_us(self) -> float:
-        """Of a further token, in all `KINDS`."""
+        """The time of a further token in all `KINDS`."""
         return sum(self.token_us.values())
 
 
