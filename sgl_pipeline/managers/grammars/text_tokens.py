@@ -10,7 +10,7 @@ import numpy as np
 MOST_ALLOWED = 64
 # Texts whose tokens are kept: grammars force few ones, again and again.
 MAX_TEXTS = 4096
-# A token stays the first of its text until another one was drawn as often, `MOST_VOTES` times at most.
+# A token stays the first of its text until another one was drawn as often, `MOST_VOTES` at most.
 MOST_VOTES = 4
 # Goes before a text, so that a tokenizer that begins each text with a space puts it there. No
 # token of text has it inside.
