@@ -1,6 +1,6 @@
 """What is broken on purpose, and must be noticed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ def require_found(
     mutation: Mutation,
     request: pytest.FixtureRequest,
     run_seed: Callable[[int], Any],
-    seeds: Sequence[int],
+    seeds: Iterable[int],
 ) -> None:
     """Fails the test of `request` where no run of a seed fails with what is broken.
 
@@ -28,7 +28,7 @@ def require_found(
     cache = getattr(request.config, "cache", None)  # missing with `-p no:cacheprovider`
     key = f"found_by/{request.node.nodeid}"
     before = None if cache is None else cache.get(key, None)
-    for seed in chain([before] if before in seeds else [], seeds):
+    for seed in chain([] if before is None else [before], seeds):
         try:
             run_seed(seed)
         except Exception:
