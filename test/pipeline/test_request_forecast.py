@@ -135,13 +135,13 @@ def test_a_queue_that_waits_for_answers_to_end_is_foreseen_roughly(
     assert sum(abs(error) < 0.75 for error in found) > 0.8 * len(found)
 
 
-@pytest.mark.parametrize("policy", ["throttle-time", "throttle", "sarathi"])
-def test_a_decode_is_forecast_while_others_wait_for_places(policy: str) -> None:
-    told = forecasts(400_000, policy, asks_running=True, max_running_requests=4)
-    assert len(told) > 100
-    assert all(one.forecast.runs_in_s == 0.0 for one in told)
-    known = [one.forecast.next_token_in_s for one in told if not one.forecast.reason]
-    assert len(known) > 100 and all(0.0 <= one < 5.0 for one in known if one is not None)
+def test_a_decode_is_forecast_while_others_wait_for_places() -> None:
+    told = forecasts(400_000, "throttle-time", asks_running=True, max_running_requests=4)
+    known = [one.forecast for one in told if not one.forecast.reason]
+    assert len(known) > 100
+    for forecast in known:
+        assert forecast.runs_in_s == 0.0 and forecast.next_token_in_s is not None
+        assert forecast.next_token_in_s < 1.0
 
 
 def test_before_any_answer_has_ended_a_full_house_is_unknown() -> None:
