@@ -20,6 +20,7 @@ from support.served_steps import (
 
 from sgl_pipeline.costs.step_costs import RowCost, StepCosts
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS
 from sgl_pipeline.migration.planner_args import MoveProposal, PlannerArgs
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.stage_plan import StagePlan
@@ -243,7 +244,7 @@ def test_without_costs_it_learns_them_and_then_proposes() -> None:
     served = ServedSteps(card_costs(16), StagePlan(0, (4, 4, 4, 4)), noise=noise_of(4, 0.05))
     planner = planner_of(served, knows_costs=False)
     found = proposals(planner, served, random_works(5, 400))
-    assert found[0][0] >= 256
+    assert found[0][0] >= FIRST_FIT_STEPS
     assert found[0][1].layer_counts[-1] < 4
 
 

@@ -75,8 +75,6 @@ class TextTokens:
         while text and (first := self._first_tokens.get(text)) is not None:
             token_ids.append(first[0])
             text = text[len(self._all_bytes()[first[0]]) :]
-        if text and text[0] & 0xC0 == 0x80:  # a token has ended within a character
-            return tuple(token_ids)
         return (*token_ids, *self._of_text(text.decode(errors="ignore")))
 
     def note(self, text: bytes, token_id: int) -> bytes:
