@@ -2,8 +2,10 @@
 
     python -m benchmark.forecasts.capacity
     python -m benchmark.forecasts.capacity --rounds 2
+    python -m benchmark.forecasts.capacity --model 0.07b
 
-Run by hand on a quiet machine, some six minutes, with two rounds ten. One server is recorded
+Run by hand on a quiet machine, some six minutes on cores with AMX, with two rounds ten. Cores
+without AVX-512 take as long with the model of the third line. One server is recorded
 under calibration loads, from which its step times are fitted. Then, for each of three loads, the
 highest rate with 90 % goodput is searched twice: in the simulator, and with real requests, the
 same ones at the same moments, from the same guess by the same rule. The interval of an error is of
@@ -40,6 +42,7 @@ from benchmark.forecasts.capacity_bench import (
     CapacityBench,
 )
 from benchmark.forecasts.capacity_tables import capacity_table, trial_table
+from benchmark.models.make_model import PRESETS
 from benchmark.support.command import Command, Options, Report, progress, say
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
@@ -51,18 +54,20 @@ from benchmark.support.paths import SCRATCH
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, rounds=1, port=31900)
-    command.add("--scale", type=float, default=1.0, help="of the numbers of requests (default: 1)")
+    add = command.add
+    add("--scale", type=float, default=1.0, help="of the numbers of requests (default: 1)")
+    add("--model", default=DEFAULT_PRESET, choices=PRESETS, help=f"(default: {DEFAULT_PRESET})")
     return command.run(_measure, argv)
 
 
 def _measure(options: Options) -> Report:
-    model = make_model(DEFAULT_PRESET)
+    model, vocab_size = make_model(options.model), PRESETS[options.model].vocab_size
     engine = parse_engine(ENGINE, model, options.port, SCRATCH, usable_cores())
     checked = []
     with running(engine, SCRATCH / "capacity.log") as server, progress(4, "loads") as progress_bar:
         assert server is not None
         before = ProcessorTimes.now(server)
-        bench = CapacityBench(engine, server.pid, options.scale, options.rounds)
+        bench = CapacityBench(engine, server.pid, options.scale, options.rounds, vocab_size)
         pipeline = bench.calibrate()
         progress_bar.update()
         for name in LOADS:
@@ -83,7 +88,7 @@ def _measure(options: Options) -> Report:
             trial_table(checked),
         ],
         facts={
-            "model": {DEFAULT_PRESET: ENGINE},
+            "model": {options.model: ENGINE},
             "load": {
                 "requests a round": f"{options.scale:g} times "
                 f"{', '.join(str(number) for _, number in LOADS.values())}; "

@@ -6,10 +6,9 @@ from functools import partial
 
 import numpy as np
 
-from benchmark.models.make_model import PRESETS
 from benchmark.support.command import say
 from benchmark.support.engine import Engine
-from benchmark.support.measured_runs import DEFAULT_PRESET, trace_of
+from benchmark.support.measured_runs import trace_of
 from benchmark.support.paths import SCRATCH
 from benchmark.support.recorded_run import slowness_of, write_steps
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -93,14 +92,17 @@ class CapacityBench:
         server_pid: of its main process.
         scale: multiplies the numbers of requests.
         num_rounds: at each rate.
+        vocab_size: of its model.
     """
 
-    def __init__(self, engine: Engine, server_pid: int, scale: float, num_rounds: int) -> None:
+    def __init__(
+        self, engine: Engine, server_pid: int, scale: float, num_rounds: int, vocab_size: int
+    ) -> None:
         self._engine = engine
         self._server_pid = server_pid
         self._scale = scale
         self._num_rounds = num_rounds
-        self._client = LoadClient(engine.base_url, PRESETS[DEFAULT_PRESET].vocab_size, None)
+        self._client = LoadClient(engine.base_url, vocab_size, None)
         self._num_steps = 0
 
     def calibrate(self) -> MeasuredPipeline:

@@ -44,7 +44,18 @@ PRESETS = {
         num_key_value_heads=8,
         head_dim=64,
     ),
-    # The same layers under the vocabulary of Qwen, whose head reads as many weights as 12 of them.
+    # A quarter of it, for loads that a CPU without AVX-512 cannot carry with 0.27b.
+    "0.07b": Preset(
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    ),
+    # The layers of 0.27b under the vocabulary of Qwen, whose head reads as many weights as 12 of
+    # them.
     "0.52b-152k": Preset(
         vocab_size=152_064,
         hidden_size=1024,

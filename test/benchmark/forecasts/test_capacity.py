@@ -136,7 +136,7 @@ def test_a_server_that_is_the_simulator_has_the_capacity_predicted_at_its_pace(
     monkeypatch.setattr(capacity_bench, "MeasuredServer", VirtualServer)
     monkeypatch.setattr(CapacityBench, "_new_steps", lambda self: VirtualServer.steps)
     engine = Engine(label="none", client_backend="sglang", base_url="http://127.0.0.1:9")
-    bench = CapacityBench(engine, server_pid=1, scale=1.5, num_rounds=1)
+    bench = CapacityBench(engine, server_pid=1, scale=1.5, num_rounds=1, vocab_size=512)
     found = bench.check("256 in, 64 out", VirtualServer.pipeline)
     assert found.slowness == pytest.approx(SLOWNESS, rel=0.1)
     assert found.ratio_at_pace.value == pytest.approx(1.0, abs=0.05)
