@@ -14,16 +14,6 @@ namespace {
 
 constexpr int64_t kAhead = 4096;  // bytes of each block
 
-inline __m256i load_32(const Byte* source) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
-}
-
-// The bf16 numbers of an even input and the one after it, as fp32.
-inline __m256 number_of_pair(__m256i pairs, bool is_second) {
-  return _mm256_castsi256_ps(is_second ? _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))
-                                       : _mm256_slli_epi32(pairs, 16));
-}
-
 // 2 ** (byte - 127) of eight bytes from 1 on; 0 of 0.
 inline __m256 powers_of_two(const Byte* bytes) {
   const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
@@ -121,13 +111,7 @@ extern "C" int sglp_has_products() { return 1; }
 extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
                              const void* rows, const void* weight, const void* bias, void* out,
                              int num_threads) {
-  const VectorProduct product{num_rows,
-                              inputs,
-                              outputs,
-                              gated != 0,
-                              static_cast<const BFloat16*>(rows),
-                              static_cast<const BFloat16*>(bias),
-                              static_cast<BFloat16*>(out)};
+  const SideProduct product(num_rows, inputs, outputs, gated, rows, bias, out);
   const int64_t row_of_blocks = product.padded_inputs() / 2 * kLine;
   const auto add_part = [&](const PackedRows& packed, const Part& part, PanelSums* sums) {
     Lines<false> lines{{}, {}, kAhead};
@@ -135,7 +119,7 @@ extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, 
       lines.blocks[which] = static_cast<const Byte*>(weight) +
                             product.block(part.panel, which) * row_of_blocks +
                             part.first / 2 * kLine;
-    multiply_part(product, packed, part, lines, sums);
+    multiply_part(packed, part, lines, sums);
   };
   run_vector_product(product, num_threads, add_part);
 }
@@ -143,13 +127,7 @@ extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, 
 extern "C" void sglp_mxfp4_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
                                    const void* rows, const void* weight, const void* exponents,
                                    const void* bias, void* out, int num_threads) {
-  const VectorProduct product{num_rows,
-                              inputs,
-                              outputs,
-                              gated != 0,
-                              static_cast<const BFloat16*>(rows),
-                              static_cast<const BFloat16*>(bias),
-                              static_cast<BFloat16*>(out)};
+  const SideProduct product(num_rows, inputs, outputs, gated, rows, bias, out);
   const int64_t padded = product.padded_inputs();
   const auto add_part = [&](const PackedRows& packed, const Part& part, PanelSums* sums) {
     Codes codes{{}, {}, kAhead};
@@ -160,12 +138,12 @@ extern "C" void sglp_mxfp4_product(int64_t num_rows, int64_t inputs, int64_t out
       codes.exponents[which] = static_cast<const Byte*>(exponents) +
                                (block * padded + part.first) / kTileInputs * kBlock;
     }
-    if (packed.count <= kWideRows) return multiply_part(product, packed, part, codes, sums);
+    if (packed.count <= kWideRows) return multiply_part(packed, part, codes, sums);
     alignas(kLine) Byte expanded[2][kPartInputs * kLine / 2];
     expand_part(codes, part.count, expanded);
     const Lines<true> lines{
         {expanded[0], expanded[1]}, {codes.exponents[0], codes.exponents[1]}, 0};
-    multiply_part(product, packed, part, lines, sums);
+    multiply_part(packed, part, lines, sums);
   };
   run_vector_product(product, num_threads, add_part);
 }
