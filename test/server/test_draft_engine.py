@@ -99,7 +99,8 @@ def test_an_answer_tells_of_its_drafts(engines: tuple[Engine, Engine]) -> None:
     told = drafting.generate(PROMPTS[0], SAMPLINGS[0])["meta_info"]
     steps, drafted = told["spec_verify_ct"], told["spec_num_proposed_drafts"]
     right = told["spec_num_correct_drafts"]
-    assert 0 < right < drafted and 0 < steps < told["completion_tokens"]
+    # How much is drafted hangs on what steps take: few drafts may all be right.
+    assert 0 < right <= drafted and 0 < steps < told["completion_tokens"]
     assert told["spec_accept_rate"] == right / drafted
     assert told["spec_accept_length"] == 1 + right / steps
     assert told["spec_cap_length"] == 1 + drafted / steps

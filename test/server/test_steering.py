@@ -221,6 +221,8 @@ def test_knobs_are_tuned_from_life_one_task_at_a_time(server: LiveServer) -> Non
             wait_until(lambda: [one.nice() for one in tuning_processes(server)] == [19])
             status, refused = tune(server, ttft_ms=50, tpot_ms=40)
             assert status == 409 and "tuned already" in refused["error"]["message"]
+            # Beside a crowd that keeps all cores busy, a process of this niceness hardly runs.
+            crowd.leave()
             status, told = first.result()
         assert status == 200, told
         assert told["applied"] is None and throttle(server)["max_prefill_tokens"] == 8

@@ -102,7 +102,7 @@ class Tuner:
         except subprocess.TimeoutExpired as error:
             raise RequestError(
                 f"tuning took longer than {timeout_s:g} s and was ended; ask for a shorter "
-                "window_s",
+                "window_s, or when the cores are less busy: it has the lowest priority",
                 status_code=503,
             ) from error
         finally:

@@ -8,7 +8,7 @@
 // Numbers of 4 bits are multiplied less 8, which tables of bytes can do. What their zero points, less
 // 8, take away is a small product of its own, of the sums of a row's groups, which comes first.
 //
-// Packed, a weight of 4 bits lies as vector_products.cpp has MXFP4's codes, one of FP8 is
+// Packed, a weight of 4 bits lies as avx2_mxfp4_products.cpp has its codes, one of FP8 is
 // [out / 16, in / 2, 16, 2].
 
 #include "fp8_rows.h"

@@ -150,12 +150,12 @@ struct Int4Product {
 
   Int4Part part_of(const PackedRows& rows, int64_t group, int64_t block, int64_t first,
                    int64_t part_steps) const {
-    const int64_t block_bytes = block_numbers(product) / 2;
-    const Byte* const lines = weight + block * block_bytes + first * kStepBytes;
+    const BlockBytes bytes{steps() * kStepBytes, block_numbers(product) / 2};
+    const Byte* const lines = weight + block * bytes.all + first * kStepBytes;
     const int64_t num_steps = std::min(part_steps, steps() - first);
     const int64_t beside = (block * groups() + first / group_steps) * kBlock;
     const int64_t ahead =
-        bytes_ahead(rows, group, first * kStepBytes, num_steps * kStepBytes, block_bytes);
+        bytes_ahead(rows, group, bytes, first * kStepBytes, num_steps * kStepBytes);
     return {lines, scales + beside, zeros + beside, lines + ahead, num_steps, group_steps};
   }
 

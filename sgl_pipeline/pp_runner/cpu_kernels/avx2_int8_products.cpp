@@ -104,10 +104,10 @@ struct Int8Product {
   // The inputs [first, first + count) of a block.
   void multiply_group(const PackedRows& rows, int64_t group, int64_t block, int64_t first,
                       int64_t count, int32_t* sums) const {
-    const int64_t block_bytes = block_numbers(product);
-    const Byte* const lines = weight + block * block_bytes + first * kBlock;
+    const BlockBytes bytes{product.padded_inputs() * kBlock, block_numbers(product)};
+    const Byte* const lines = weight + block * bytes.all + first * kBlock;
     const Byte* const asked =
-        lines + bytes_ahead(rows, group, first * kBlock, count * kBlock, block_bytes);
+        lines + bytes_ahead(rows, group, bytes, first * kBlock, count * kBlock);
     for_rows(rows.in_group(group), [&](auto num_rows) {
       multiply<num_rows>(rows.group_numbers(group) + first * kNumberBytes * num_rows, lines, asked,
                          count / kQuad, sums);

@@ -12,7 +12,7 @@
 
 #include "side_products.h"
 
-#if defined(SGLP_HAS_AVX2_INTEGERS)
+#if defined(SGLP_HAS_VECTOR_PRODUCTS) || defined(SGLP_HAS_AVX2_INTEGERS)
 
 namespace {
 
@@ -29,15 +29,25 @@ inline int64_t block_numbers(const SideProduct& product) {
   return tiles_of(product.inputs, kTileInputs) * kTileInputs * kBlock;
 }
 
-// From the bytes [first, first + count) of a block to those that are asked for beside a group's
-// products with them. One group alone reads the weight as it lies in memory. Of several groups the
-// first asks for the part that comes next, of this panel or of the next one; the others, for which
-// it is there, ask for what they read.
-inline int64_t bytes_ahead(const PackedRows& rows, int64_t group, int64_t first, int64_t count,
-                           int64_t block_bytes) {
+// The bytes of a packed block: those that a product reads, and padding.
+struct BlockBytes {
+  int64_t read;
+  int64_t all;
+};
+
+// From the bytes [first, first + count) of a block to the part that comes next, of its panel or of the
+// next one.
+inline int64_t bytes_to_next(const BlockBytes& block, int64_t first, int64_t count) {
+  return first + count < block.read ? count : 2 * block.all - first;
+}
+
+// From such a part to what is asked for beside a group's products with it. One group alone reads the
+// weight as it lies in memory. Of several groups the first asks for the part that comes next; the
+// others, for which it is there, ask for what they read.
+inline int64_t bytes_ahead(const PackedRows& rows, int64_t group, const BlockBytes& block,
+                           int64_t first, int64_t count) {
   if (rows.groups() == 1) return kAhead;
-  if (group > 0) return 0;
-  return first + count < block_bytes ? count : 2 * block_bytes - first;
+  return group > 0 ? 0 : bytes_to_next(block, first, count);
 }
 
 inline __m256i broadcast_four_bytes(const Byte* source) {
@@ -79,4 +89,4 @@ inline Vec rounded(Vec vec) {
 
 }  // namespace
 
-#endif  // SGLP_HAS_AVX2_INTEGERS
+#endif  // SGLP_HAS_VECTOR_PRODUCTS || SGLP_HAS_AVX2_INTEGERS

@@ -78,8 +78,8 @@ class CpuKernels:
         # Products of rows with a packed weight: bf16 (products.cpp), 8 bits (int8_products.cpp),
         # 4 bits (int4_products.cpp), both without VNNI (avx2_int8_products.cpp,
         # avx2_int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp), MXFP4 as bf16
-        # (mxfp4_products.cpp); without bf16 instructions bf16 and MXFP4 (vector_products.cpp), 4
-        # bits and FP8 (avx2_expanded_products.cpp).
+        # (mxfp4_products.cpp); without bf16 instructions bf16 (vector_products.cpp), MXFP4
+        # (avx2_mxfp4_products.cpp), 4 bits and FP8 (avx2_expanded_products.cpp).
         self.product = kernel("product")
         self.int8_product = kernel("int8_product")
         self.int4_product = kernel("int4_product")

@@ -5,7 +5,8 @@
 #pragma once
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512BF16__)
-// Of bf16 and MXFP4 in vector_products.cpp, of 4 bits and FP8 in avx2_expanded_products.cpp.
+// Of bf16 in vector_products.cpp, of MXFP4 in avx2_mxfp4_products.cpp, of 4 bits and FP8 in
+// avx2_expanded_products.cpp.
 #define SGLP_HAS_VECTOR_PRODUCTS 1
 #endif
 

@@ -309,6 +309,52 @@ def test_sums_of_mxfp4_that_fp32_holds_are_exact(instructions, num_rows):
     assert torch.equal(compiled(instructions, weight)(x), exact(weight, x).bfloat16())
 
 
+def in_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as MXFP4's products without bf16 instructions have them: integers [T, G, 32] and their
+    units [T, G, 1], in fp64."""
+    groups = x.double().unflatten(1, (-1, 32))
+    _, exponents = groups.abs().amax(dim=2, keepdim=True).frexp()
+    units = 2.0 ** (exponents - 14).clamp(min=-126).double()
+    return (groups / units).round(), units
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 6, 7, 70, 300])
+def test_without_bf16_instructions_groups_of_mxfp4_are_sums_of_integers(instructions, num_rows):
+    """The bits of every number of rows, computed from exact sums of groups."""
+    if kernels_for(instructions).has_bf16_instructions:
+        pytest.skip("a product of bf16")
+    generator = torch.Generator().manual_seed(num_rows)
+    exponents = torch.randint(-20, 20, (num_rows, 608), generator=generator)
+    x = (random(12, num_rows, 608).double() * 2.0**exponents).bfloat16()
+    x[0, :32], x[-1, 64:96] = 0.0, 2.0**-130
+    codes = torch.randint(0, 16, (50, 608), generator=generator)
+    scales = torch.randint(120, 130, (50, 19), generator=generator, dtype=torch.uint8)
+    weight, bias = Mxfp4Weight(pack_halves(codes), scales, torch.bfloat16), random(13, 50)
+    numbers = torch.tensor(E2M1)[codes].double().unflatten(1, (-1, 32))
+    integers, units = in_integers(x)
+    assert integers.abs().max() < 2**14
+    sums = torch.zeros(num_rows, 50)
+    for group in range(19):
+        exact_sums = (integers[:, group] @ numbers[:, group].T) * units[:, group]
+        powers = 2.0 ** (scales[:, group].double() - 127)
+        sums = (exact_sums * powers + sums.double()).float()
+    assert torch.equal(compiled(instructions, weight, bias)(x), (sums + bias.float()).bfloat16())
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [1, 7])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_shows_in_its_row_alone(instructions, number, num_rows):
+    linear, x = compiled(instructions, quantized("mxfp4", 40, 192)), random(14, num_rows, 192)
+    finite = linear(x)
+    x[0, 100] = number
+    y = linear(x)
+    assert not y[0].isfinite().any() and torch.equal(y[1:], finite[1:]) and finite.isfinite().all()
+
+
 @pytest.mark.compiler
 @every_instruction_set
 @pytest.mark.parametrize("num_rows", [*range(1, 8), 97])

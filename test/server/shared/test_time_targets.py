@@ -151,9 +151,11 @@ def assert_gauges(server: LiveServer, missed: str, met: str, rule: str) -> None:
     def of_target(target: str) -> float:
         return Samples(server).value("sgl_pipeline_target_missed", target=target)
 
-    wait_until(lambda: of_target(missed) == 1)
+    def has_rule() -> bool:
+        return Samples(server).value("sgl_pipeline_budget_bound_by", rule=rule) == 1
+
+    wait_until(lambda: of_target(missed) == 1 and has_rule())
     assert of_target(met) == 0
-    assert Samples(server).value("sgl_pipeline_budget_bound_by", rule=rule) == 1
 
     def goodput_requests(within: str) -> float:
         return Samples(server).value("sgl_pipeline_goodput_requests_total", within_targets=within)
