@@ -6,7 +6,8 @@ Competitors take turns within each round, on one thread, and CPU time is counted
 the ratios, not the milliseconds. The columns `compiled` are `--stage-kernels cpu`, `onednn` is what
 `--stage-kernels torch` multiplies with, `plain` is F.linear.
 
-Sizes are those of the 0.27b preset (hidden 1024, 16 query and 8 KV heads of 64, 3072 inner).
+Sizes are those of the 0.27b preset (hidden 1024, 16 query and 8 KV heads of 64, 3072 inner), with
+`--against-torch` those of two matrices of Qwen3-4B.
 """
 
 import sys
@@ -40,6 +41,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.layer_kernels.compiled_kernels import CompiledKernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import Linear
+from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 from sgl_pipeline.pp_runner.weights.rounding import to_fp8, to_int4, to_int8
 
@@ -52,6 +54,7 @@ MATRICES = {  # name: (out, in)
     "gate_up": (2 * INNER, HIDDEN),
     "down": (HIDDEN, INNER),
 }
+MATRICES_OF_4B = {"output": (2560, 4096), "down": (2560, 9728)}
 WEIGHTS_PER_LAYER = sum(rows * columns for rows, columns in MATRICES.values())
 
 Tensors = Mapping[str, torch.Tensor]
@@ -147,6 +150,36 @@ def measure_quantized(rounds: int) -> list[Row]:
     return table
 
 
+def measure_against_torch(rounds: int) -> list[Row]:
+    """Two matrices of Qwen3-4B by rows: the compiled products with weights that are
+    expanded on the way, the products of plain torch, and the compiled ones in bf16."""
+    kernels = CompiledKernels(load_cpu_kernels())
+    matrices = [torch.randn(shape).bfloat16() for shape in MATRICES_OF_4B.values()]
+    kinds: dict[str, Callable[[torch.Tensor], Matrix]] = {
+        "fp8": lambda matrix: to_fp8(matrix, matrix.shape[1]),
+        "fp8_of_128": lambda matrix: to_fp8(matrix, 128),
+        "int4_of_128": lambda matrix: to_int4(matrix, 128),
+    }
+    linears = {"bf16": [kernels.linear(matrix) for matrix in matrices]}
+    for kind, quantize in kinds.items():
+        weights = [quantize(matrix) for matrix in matrices]
+        linears[kind] = [kernels.linear(weight) for weight in weights]
+        linears[f"{kind}_torch"] = [torch_linear(weight) for weight in weights]
+
+    def run(kind: str, inputs: Sequence[torch.Tensor]) -> None:
+        for linear, rows in zip(linears[kind], inputs, strict=True):
+            linear(rows)
+
+    table = []
+    for num_rows in (1, 16, 64, 512):
+        inputs = [torch.randn(num_rows, matrix.shape[1]).bfloat16() for matrix in matrices]
+        row = take_turns({kind: partial(run, kind, inputs) for kind in linears}, rounds)
+        for kind in kinds:
+            row[f"{kind}_to_torch"] = row[f"{kind}_ms"] / row[f"{kind}_torch_ms"]
+        table.append({"rows": num_rows, **row})
+    return table
+
+
 def measure_attention(dtype: torch.dtype, rounds: int) -> list[Row]:
     """One layer's attention: the compiled kernels, the torch backend, reading the keys, and the
     compiled kernels on codes of 8 bits."""
@@ -224,6 +257,9 @@ def main(argv: list[str] | None = None) -> int:
     command = Command(__spec__.name, __doc__, rounds=15)
     command.add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     command.add("--quantized", action="store_true", help="the quantized products only")
+    command.add(
+        "--against-torch", action="store_true", help="FP8 and 4 bits against plain torch only"
+    )
     return command.run(_measure, argv)
 
 
@@ -231,7 +267,9 @@ def _measure(options: Options) -> Report:
     in_huge_pages(__spec__.name)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    if options.quantized:
+    if options.against_torch:
+        tables = {"two matrices of Qwen3-4B, quantized": measure_against_torch(options.rounds)}
+    elif options.quantized:
         tables = {
             "steps of a stage, quantized": measure_quantized_steps(options.rounds),
             f"matrices of {NUM_LAYERS} layers, quantized": measure_quantized(options.rounds),

@@ -44,7 +44,6 @@ from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
 from sgl_pipeline.pp_runner.weights.schemes import (
     Int4Scheme,
     Int8Scheme,
-    Mxfp4Scheme,
     Quantization,
 )
 
@@ -297,16 +296,11 @@ def quantization_notice(
         return slow + f"the compiled ones are for bfloat16, not {dtype}; use --dtype bfloat16"
     kernels = load_cpu_kernels()
     for _, scheme in quantization.groups:
-        if isinstance(scheme, Mxfp4Scheme):
-            needed, is_there = "avx2 and fma", kernels.has_products
-        elif isinstance(scheme, Int8Scheme) or (
+        rounds_to_int8 = isinstance(scheme, Int8Scheme) or (
             isinstance(scheme, Int4Scheme) and scheme.rounds_rows
-        ):
-            needed, is_there = "avx2 and fma", kernels.has_int8_products
-        else:
-            needed, is_there = "avx512_bf16", kernels.has_bf16_instructions
-        if not is_there:
-            return slow + f"the compiled ones need a CPU with {needed}"
+        )
+        if not (kernels.has_int8_products if rounds_to_int8 else kernels.has_products):
+            return slow + "the compiled ones need a CPU with avx2 and fma"
     return ""
 
 

@@ -162,16 +162,17 @@ def test_slow_products_with_quantized_weights_are_noticed(
     monkeypatch.setattr(kernel_choice, "load_cpu_kernels", lambda: old_machine)
     int4 = read_quantization(FORMATS["awq"].config, "lm_head")
     rounding = choose_quantization("w4a8_int8", int4, "lm_head")
-    for needed, one in [("fma", int8), ("avx512_bf16", int4), ("fma", rounding)]:
-        notice = quantization_notice(BackendChoice("cpu"), one, torch.bfloat16)
-        assert notice.endswith(needed)
+    fp8 = choose_quantization("fp8", None, "lm_head")
     mxfp4 = read_quantization({"quant_method": "mxfp4"}, "lm_head")
-    assert "avx2" in quantization_notice(BackendChoice("cpu"), mxfp4, torch.bfloat16)
+    every = (int8, int4, rounding, fp8, mxfp4)
+    for one in every:
+        notice = quantization_notice(BackendChoice("cpu"), one, torch.bfloat16)
+        assert notice.endswith("avx2 and fma")
     if kernels_for("native").has_int8_products:
         monkeypatch.setattr(
             kernel_choice, "load_cpu_kernels", lambda: kernels_for("without AVX-512")
         )
-        for one in (int8, rounding, mxfp4):
+        for one in every:
             assert quantization_notice(BackendChoice("cpu"), one, torch.bfloat16) == ""
 
 

@@ -99,8 +99,7 @@ inline int total(__m256i eight) {
 }
 
 struct Int4Product {
-  static constexpr int kNumberBytes = 1;
-  IntegerProduct product;
+  SideProduct product;
   int64_t group_steps;  // of inputs that share a scale; some neighbors may have the same
   const Byte* weight;   // [out / 16, in / 8, 16, 4]
   const float* scales;  // [blocks, groups, 16]
@@ -108,6 +107,7 @@ struct Int4Product {
 
   int64_t steps() const { return product.padded_inputs() / kStepInputs; }
   int64_t groups() const { return tiles_of(steps(), group_steps); }
+  int64_t row_bytes() const { return product.padded_inputs(); }
   // That of the row, then the sums of its groups, negated.
   int64_t scales_per_row() const { return 1 + groups(); }
 
@@ -150,12 +150,12 @@ struct Int4Product {
 
   Int4Part part_of(const PackedRows& rows, int64_t group, int64_t block, int64_t first,
                    int64_t part_steps) const {
-    const int64_t block_bytes = product.block_numbers() / 2;
-    const Byte* const lines = weight + block * block_bytes + first * kStepBytes;
+    const BlockBytes bytes{steps() * kStepBytes, block_numbers(product) / 2};
+    const Byte* const lines = weight + block * bytes.all + first * kStepBytes;
     const int64_t num_steps = std::min(part_steps, steps() - first);
     const int64_t beside = (block * groups() + first / group_steps) * kBlock;
     const int64_t ahead =
-        bytes_ahead(rows, group, first * kStepBytes, num_steps * kStepBytes, block_bytes);
+        bytes_ahead(rows, group, bytes, first * kStepBytes, num_steps * kStepBytes);
     return {lines, scales + beside, zeros + beside, lines + ahead, num_steps, group_steps};
   }
 
@@ -175,17 +175,11 @@ extern "C" void sglp_int4_product(int64_t num_rows, int64_t inputs, int64_t outp
                                   int64_t group_steps, const void* rows, const void* weight,
                                   const void* scales, const void* zeros, const void* bias,
                                   void* out, int num_threads) {
-  const IntegerProduct product{num_rows,
-                               inputs,
-                               outputs,
-                               gated != 0,
-                               static_cast<const BFloat16*>(rows),
-                               static_cast<const BFloat16*>(bias),
-                               static_cast<BFloat16*>(out)};
-  run_integer_product(
+  const SideProduct product(num_rows, inputs, outputs, gated, rows, bias, out);
+  run_side_product(
       Int4Product{product, group_steps, static_cast<const Byte*>(weight),
                   static_cast<const float*>(scales), static_cast<const Byte*>(zeros)},
-      num_threads);
+      kRowsTogether, num_threads);
 }
 
 #endif

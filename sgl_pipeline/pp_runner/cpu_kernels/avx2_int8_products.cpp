@@ -58,10 +58,11 @@ NOINLINE void multiply(const Byte* rows, const Byte* lines, const Byte* asked, i
 
 struct Int8Product {
   static constexpr int kNumberBytes = 2;
-  IntegerProduct product;
+  SideProduct product;
   const Byte* weight;   // [out / 16, in / 4, 16, 4]
   const float* scales;  // [outputs], gated [2 * outputs] with the gates first
 
+  int64_t row_bytes() const { return product.padded_inputs() * kNumberBytes; }
   int64_t scales_per_row() const { return 1; }
 
   // Of each quad the first, third, second and fourth number, of one row after the other.
@@ -103,10 +104,10 @@ struct Int8Product {
   // The inputs [first, first + count) of a block.
   void multiply_group(const PackedRows& rows, int64_t group, int64_t block, int64_t first,
                       int64_t count, int32_t* sums) const {
-    const int64_t block_bytes = product.block_numbers();
-    const Byte* const lines = weight + block * block_bytes + first * kBlock;
+    const BlockBytes bytes{product.padded_inputs() * kBlock, block_numbers(product)};
+    const Byte* const lines = weight + block * bytes.all + first * kBlock;
     const Byte* const asked =
-        lines + bytes_ahead(rows, group, first * kBlock, count * kBlock, block_bytes);
+        lines + bytes_ahead(rows, group, bytes, first * kBlock, count * kBlock);
     for_rows(rows.in_group(group), [&](auto num_rows) {
       multiply<num_rows>(rows.group_numbers(group) + first * kNumberBytes * num_rows, lines, asked,
                          count / kQuad, sums);
@@ -122,16 +123,10 @@ extern "C" void sglp_int8_product(int64_t num_rows, int64_t inputs, int64_t outp
                                   const void* rows, const void* weight, const void* scales,
                                   const void* /* corrections */, const void* bias, void* out,
                                   int num_threads) {
-  const IntegerProduct product{num_rows,
-                               inputs,
-                               outputs,
-                               gated != 0,
-                               static_cast<const BFloat16*>(rows),
-                               static_cast<const BFloat16*>(bias),
-                               static_cast<BFloat16*>(out)};
-  run_integer_product(Int8Product{product, static_cast<const Byte*>(weight),
-                                  static_cast<const float*>(scales)},
-                      num_threads);
+  const SideProduct product(num_rows, inputs, outputs, gated, rows, bias, out);
+  run_side_product(Int8Product{product, static_cast<const Byte*>(weight),
+                               static_cast<const float*>(scales)},
+                   kRowsTogether, num_threads);
 }
 
 #endif

@@ -9,14 +9,14 @@
 // Both are padded, with what their scale of 0 cancels.
 
 #include "expanded_tiles.h"
+#include "fp8_rows.h"
+#include "product_instructions.h"
 
 #if defined(__AVX512BF16__)
 
 namespace {
 
 constexpr int kTileInputs = 32;
-constexpr float kLargestFp8 = 448.0f;
-constexpr float kSmallestGroup = 0x1p-100f;  // the largest number of a group that is zeros to us
 
 // The bf16 of small integers by their five lowest bits: 0 to 15, -16 to -1.
 struct IntegerTable {
@@ -64,17 +64,6 @@ void expand_fp8(const Byte* source, Byte* target) {
     const __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(magnitude_bits, bytes), 8);
     _mm512_store_si512(target + line * kLine, _mm512_or_si512(number, sign));
   }
-}
-
-// To the nearest e4m3 number, ties to even; |x| is at most 448 and a rounding error.
-inline Vec round_to_fp8(Vec x) {
-  const IntVec bits = bit_cast<IntVec>(x), magnitude = bits & 0x7fffffff;
-  const IntVec normal = (magnitude + 0x7ffff + ((magnitude >> 20) & 1)) & ~0xfffff;
-  const Vec shift = broadcast(0x1.8p14f);  // where a unit in the last place is 2^-9
-  const IntVec denormal = bit_cast<IntVec>((bit_cast<Vec>(magnitude) + shift) - shift);
-  const IntVec smallest_normal = bit_cast<IntVec>(broadcast(0x1p-6f));
-  const IntVec number = magnitude < smallest_normal ? denormal : normal;
-  return bit_cast<Vec>(number | (bits & ~0x7fffffff));
 }
 
 // Some tiles of two blocks, expanded, and the scales of their groups.
@@ -165,7 +154,7 @@ struct ExpandedProduct {
           const int64_t input = start * kTileInputs;
           const int64_t count = std::min(end * kTileInputs, product.inputs) - input;
           const float largest = inside ? largest_magnitude(source + input, count) : 0.0f;
-          factor = largest > kSmallestGroup ? kLargestFp8 / largest : 0.0f;
+          factor = fp8_factor(largest);
           for (int64_t tile = start; tile < end; tile += group_tiles)
             row_scales[row * groups() + tile / group_tiles] = largest / kLargestFp8;
         }
@@ -248,22 +237,14 @@ extern "C" void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inpu
                                       int64_t row_group_tiles, const void* rows,
                                       const void* weight, const void* scales, const void* zeros,
                                       const void* bias, void* out, int num_threads) {
-  const Product product{num_rows,
-                        inputs,
-                        outputs,
-                        gated != 0,
-                        kTileInputs,
-                        is_fp8 ? kTile / 2 : kTile / 4,
-                        static_cast<const BFloat16*>(rows),
-                        weight,
-                        static_cast<const BFloat16*>(bias),
-                        static_cast<BFloat16*>(out)};
+  const ProductCall call(num_rows, inputs, outputs, gated, rows, bias, out);
+  const Product product{call, kTileInputs, is_fp8 ? kTile / 2 : kTile / 4, weight};
   run_product(ExpandedProduct{product, is_fp8 != 0, group_tiles, row_group_tiles,
                               static_cast<const float*>(scales), static_cast<const Byte*>(zeros)},
               num_threads);
 }
 
-#else
+#elif !defined(SGLP_HAS_VECTOR_PRODUCTS)
 
 extern "C" void sglp_expanded_product(int, int64_t, int64_t, int64_t, int, int64_t, int64_t,
                                       const void*, const void*, const void*, const void*,

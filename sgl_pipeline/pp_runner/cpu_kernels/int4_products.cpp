@@ -197,11 +197,8 @@ extern "C" void sglp_int4_product(int64_t num_rows, int64_t inputs, int64_t outp
                                   int64_t group_steps, const void* rows, const void* weight,
                                   const void* scales, const void* zeros, const void* bias,
                                   void* out, int num_threads) {
-  const Product product{num_rows,    inputs, outputs,
-                        gated != 0,  kTileInputs,
-                        kTile / 2,   static_cast<const BFloat16*>(rows),
-                        weight,      static_cast<const BFloat16*>(bias),
-                        static_cast<BFloat16*>(out)};
+  const ProductCall call(num_rows, inputs, outputs, gated, rows, bias, out);
+  const Product product{call, kTileInputs, kTile / 2, weight};
   run_product(Int4Product{product, group_steps, static_cast<const float*>(scales),
                           static_cast<const Byte*>(zeros)},
               num_threads);

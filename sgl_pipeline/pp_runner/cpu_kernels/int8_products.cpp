@@ -74,11 +74,8 @@ extern "C" void sglp_int8_product(int64_t num_rows, int64_t inputs, int64_t outp
                                   const void* rows, const void* weight, const void* scales,
                                   const void* corrections, const void* bias, void* out,
                                   int num_threads) {
-  const Product product{num_rows,    inputs, outputs,
-                        gated != 0,  kTileInputs,
-                        kTile,       static_cast<const BFloat16*>(rows),
-                        weight,      static_cast<const BFloat16*>(bias),
-                        static_cast<BFloat16*>(out)};
+  const ProductCall call(num_rows, inputs, outputs, gated, rows, bias, out);
+  const Product product{call, kTileInputs, kTile, weight};
   run_product(Int8Product{product, static_cast<const float*>(scales),
                           static_cast<const int32_t*>(corrections), use_amx()},
               num_threads);

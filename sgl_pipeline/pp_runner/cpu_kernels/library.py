@@ -51,9 +51,9 @@ class CpuKernels:
     definitions describe them. Callers check shapes, types and layouts of tensors first.
 
     Attributes:
-        has_products: whether `product` and `mxfp4_product` can be called, which need AVX2 or bf16
-            instructions.
-        has_bf16_instructions: whether these do the two, and `expanded_product` can be called too.
+        has_products: whether `product`, `mxfp4_product` and `expanded_product` can be called, which
+            need AVX2 or bf16 instructions.
+        has_bf16_instructions: whether these do it: weights are packed in another order then.
         has_int8_products: whether `int8_product` and `int4_product` can, which need AVX-512 VNNI
             or AVX2.
     """
@@ -78,7 +78,8 @@ class CpuKernels:
         # Products of rows with a packed weight: bf16 (products.cpp), 8 bits (int8_products.cpp),
         # 4 bits (int4_products.cpp), both without VNNI (avx2_int8_products.cpp,
         # avx2_int4_products.cpp), 4 bits or FP8 as bf16 (expanded_products.cpp), MXFP4 as bf16
-        # (mxfp4_products.cpp); bf16 and MXFP4 without bf16 instructions (vector_products.cpp).
+        # (mxfp4_products.cpp); without bf16 instructions bf16 (vector_products.cpp), MXFP4
+        # (avx2_mxfp4_products.cpp), 4 bits and FP8 (avx2_expanded_products.cpp).
         self.product = kernel("product")
         self.int8_product = kernel("int8_product")
         self.int4_product = kernel("int4_product")

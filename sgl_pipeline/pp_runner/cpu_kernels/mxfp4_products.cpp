@@ -95,11 +95,8 @@ struct Mxfp4Product {
 extern "C" void sglp_mxfp4_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
                                    const void* rows, const void* weight, const void* exponents,
                                    const void* bias, void* out, int num_threads) {
-  const Product product{num_rows,    inputs, outputs,
-                        gated != 0,  kDotInputs,
-                        kTile / 4,   static_cast<const BFloat16*>(rows),
-                        weight,      static_cast<const BFloat16*>(bias),
-                        static_cast<BFloat16*>(out)};
+  const ProductCall call(num_rows, inputs, outputs, gated, rows, bias, out);
+  const Product product{call, kDotInputs, kTile / 4, weight};
   run_product(Mxfp4Product{product, use_amx(), static_cast<const Byte*>(exponents)}, num_threads);
 }
 

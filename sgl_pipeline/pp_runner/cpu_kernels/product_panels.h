@@ -17,6 +17,7 @@
 #include "amx.h"
 #include "blocks.h"
 #include "exports.h"
+#include "product_call.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -36,25 +37,15 @@ constexpr int64_t kTilesAtOnce = 16;  // of each block of a panel, in the L1 cac
 constexpr int64_t kCachedRows = 64;
 constexpr int64_t kCachedBytes = 1 << 20;
 
-struct Product {
-  int64_t num_rows;
-  int64_t inputs;
-  int64_t outputs;
-  bool gated;              // outputs are silu(gate) * up: a panel is a block of gates and its ups
-  int64_t tile_inputs;     // of a tile
-  int64_t tile_bytes;      // of a tile of the weight, which may be smaller than what it expands to
-  const BFloat16* rows;    // [num_rows, inputs]
-  const void* weight;      // packed
-  const BFloat16* bias;    // [outputs], gated [2 * outputs] with the gates first, or null
-  BFloat16* out;           // [num_rows, outputs]
+struct Product : ProductCall {
+  int64_t tile_inputs;  // of a tile
+  int64_t tile_bytes;   // of a tile of the weight, which may be smaller than what it expands to
+  const void* weight;   // packed
 
   int64_t input_tiles() const { return tiles_of(inputs, tile_inputs); }
   // From sixteen packed rows to the next: an odd multiple of kTilesAtOnce, so that the same part of
   // all rows spreads over all sets of the L2 cache.
   int64_t row_tiles() const { return (tiles_of(input_tiles(), kTilesAtOnce) | 1) * kTilesAtOnce; }
-  int64_t blocks() const { return tiles_of(outputs, kBlock) * (gated ? 2 : 1); }
-  int panel_outputs() const { return gated ? kBlock : 2 * kBlock; }
-  int64_t panels() const { return tiles_of(blocks(), 2); }
   // Panels that one thread has to run one after the other: of a gated result that goes past the
   // caches each has half of a line.
   int64_t panels_together() const { return gated && passes_caches() ? 2 : 1; }

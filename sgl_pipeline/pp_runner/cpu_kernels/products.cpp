@@ -39,11 +39,8 @@ extern "C" int sglp_has_bf16_instructions() { return 1; }
 extern "C" void sglp_product(int64_t num_rows, int64_t inputs, int64_t outputs, int gated,
                              const void* rows, const void* weight, const void* bias, void* out,
                              int num_threads) {
-  const Product product{num_rows,    inputs, outputs,
-                        gated != 0,  kDotInputs,
-                        kTile,       static_cast<const BFloat16*>(rows),
-                        weight,      static_cast<const BFloat16*>(bias),
-                        static_cast<BFloat16*>(out)};
+  const ProductCall call(num_rows, inputs, outputs, gated, rows, bias, out);
+  const Product product{call, kDotInputs, kTile, weight};
   run_product(BFloat16Product{product, use_amx()}, num_threads);
 }
 

@@ -1,69 +1,28 @@
 // Products of bf16 rows with a packed weight in fp32 vectors of AVX2, for machines without bf16
 // instructions.
 //
-// Included by vector_products.cpp, which says what the weights are. Numbers of rows and weights are
-// exact in fp32. Each sum is over the inputs in ascending order, whatever rows are beside it: a row's
-// result is bitwise the same in any microbatch and on any number of threads.
+// Included by vector_products.cpp and avx2_expanded_products.cpp, which say what the weights are.
+// Numbers of rows and weights are exact in fp32. Each sum is over the inputs in ascending order,
+// whatever rows are beside it.
 //
-// Packed, a weight is a row of blocks of 16 outputs, and has whole tiles of 32 inputs, with zeros
-// where there are none. A pair of blocks is a panel. Of a gated product, blocks of gates and of ups
-// take turns. Of six rows the numbers of one input lie side by side.
+// A packed weight has whole tiles of 32 inputs, with zeros where there are none.
 
 #pragma once
 
-#include "blocks.h"
-#include "exports.h"
-#include "product_instructions.h"
-#include "side_rows.h"
-#include "team.h"
-#include "vectors.h"
+#include "side_products.h"
 
 #if defined(SGLP_HAS_VECTOR_PRODUCTS)
 
-#include <immintrin.h>
-
-#include <algorithm>
-#include <cstring>
-
 namespace {
 
-constexpr int64_t kTileInputs = 32;
+constexpr int64_t kTileInputs = kStepInputs;
 constexpr int kFour = 4;         // inputs of which a weight has its numbers side by side
 constexpr int kWideRows = 3;     // so many or fewer are multiplied by 32 outputs at once
 constexpr int64_t kPartInputs = 256;  // of two blocks in bf16 and of a group of rows: 22 KiB
 constexpr int64_t kRowsTogether = 96;  // that a panel is expanded for, and read from memory for
 
-struct VectorProduct {
-  int64_t num_rows;
-  int64_t inputs;
-  int64_t outputs;
-  bool gated;            // outputs are silu(gate) * up: a panel is a block of gates and its ups
-  const BFloat16* rows;  // [num_rows, inputs]
-  const BFloat16* bias;  // [outputs], gated [2 * outputs] with the gates first, or null
-  BFloat16* out;         // [num_rows, outputs]
-
-  int64_t padded_inputs() const { return tiles_of(inputs, kTileInputs) * kTileInputs; }
-  int64_t blocks() const { return tiles_of(outputs, kBlock) * (gated ? 2 : 1); }
-  int64_t panels() const { return tiles_of(blocks(), 2); }
-  // The number of a panel's first or second block; an odd number of them ends with one twice.
-  int64_t block(int64_t panel, int which) const {
-    return std::min(2 * panel + which, blocks() - 1);
-  }
-};
-
 // A row's sums with a panel.
-typedef float PanelSums[2 * kBlock];
-
-// Rows [first, first + count), packed.
-struct PackedRows {
-  int64_t first;
-  int64_t count;
-  const float* numbers;
-
-  int in_group(int64_t group) const {
-    return std::min<int64_t>(kSideRows, count - group * kSideRows);
-  }
-};
+typedef OfPanel<float> PanelSums;
 
 // The inputs [first, first + count) of a panel.
 struct Part {
@@ -72,12 +31,17 @@ struct Part {
   int64_t count;
 };
 
-inline float number_of(BFloat16 x) { return bit_cast<float>(uint32_t{x.bits} << 16); }
+// The bf16 numbers of an even input and the one after it, as fp32.
+inline __m256 number_of_pair(__m256i pairs, bool is_second) {
+  return _mm256_castsi256_ps(is_second ? _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000))
+                                       : _mm256_slli_epi32(pairs, 16));
+}
 
 // Packs the rows of a group: [padded_inputs, num_rows].
 template <int kRows>
-void pack_group(const VectorProduct& product, const BFloat16* source, float* target) {
+void pack_group(const SideProduct& product, int64_t first, float* target) {
   const int64_t inputs = product.inputs;
+  const BFloat16* const source = product.rows + first * inputs;
   for (int64_t input = 0; input < inputs; ++input)
     for (int row = 0; row < kRows; ++row)
       target[input * kRows + row] = number_of(source[row * inputs + input]);
@@ -136,117 +100,77 @@ inline void add_spans(const float* rows, const Weights& weights, int first_block
       }
 }
 
-// The same for all inputs of a part. A lone row with one span at a time would wait for its sums.
+// The same for all inputs of a part, whose scaled weights have a scale for each `span` of them. A lone
+// row with one span at a time would wait for its sums.
 template <int kRows, int kBlocks, typename Weights>
 NOINLINE void multiply(const float* rows, const Weights weights, int first_block, int64_t inputs,
-                       PanelSums* sums) {
+                       int64_t span, PanelSums* sums) {
   if constexpr (!Weights::kIsScaled) {
     add_spans<kRows, kBlocks, 1>(rows, weights, first_block, 0, inputs, sums);
   } else {
-    constexpr int kSpans = kRows == 1 ? 2 : 1;
     int64_t begin = 0;
-    for (; begin + kSpans * kTileInputs <= inputs; begin += kSpans * kTileInputs)
-      add_spans<kRows, kBlocks, kSpans>(rows, weights, first_block, begin, kTileInputs, sums);
-    if (begin < inputs)
-      add_spans<kRows, kBlocks, 1>(rows, weights, first_block, begin, kTileInputs, sums);
+    if constexpr (kRows == 1)
+      for (; begin + 2 * span <= inputs; begin += 2 * span)
+        add_spans<kRows, kBlocks, 2>(rows, weights, first_block, begin, span, sums);
+    for (; begin < inputs; begin += span)
+      add_spans<kRows, kBlocks, 1>(rows, weights, first_block, begin,
+                                   std::min(span, inputs - begin), sums);
   }
 }
 
 template <int kRows, typename Weights>
-void multiply_rows(const float* rows, const Weights& weights, int64_t inputs, PanelSums* sums) {
+void multiply_rows(const float* rows, const Weights& weights, int64_t inputs, int64_t span,
+                   PanelSums* sums) {
   if constexpr (kRows <= kWideRows) {
-    multiply<kRows, 2>(rows, weights, 0, inputs, sums);
+    multiply<kRows, 2>(rows, weights, 0, inputs, span, sums);
   } else {
-    multiply<kRows, 1>(rows, weights, 0, inputs, sums);
-    multiply<kRows, 1>(rows, weights, 1, inputs, sums);
+    multiply<kRows, 1>(rows, weights, 0, inputs, span, sums);
+    multiply<kRows, 1>(rows, weights, 1, inputs, span, sums);
   }
 }
 
-// Adds all packed rows' products with a part of a panel to `sums` [rows.count].
+// Adds all packed rows' products with a part of a panel to `sums` [rows.count]. Scaled weights have a
+// scale for each `span` inputs.
 template <typename Weights>
-void multiply_part(const VectorProduct& product, const PackedRows& rows, const Part& part,
-                   Weights weights, PanelSums* sums) {
-  for (int64_t group = 0; group * kSideRows < rows.count; ++group) {
+void multiply_part(const PackedRows& rows, const Part& part, Weights weights, PanelSums* sums,
+                   int64_t span = kTileInputs) {
+  for (int64_t group = 0; group < rows.groups(); ++group) {
     for_rows(rows.in_group(group), [&](auto count) {
-      const float* const numbers = rows.numbers + group * kSideRows * product.padded_inputs();
-      multiply_rows<count>(numbers + part.first * count, weights, part.count,
+      const float* const numbers = reinterpret_cast<const float*>(rows.group_numbers(group));
+      multiply_rows<count>(numbers + part.first * count, weights, part.count, span,
                            sums + group * kSideRows);
     });
     weights.asks_ahead = 0;  // once is enough
   }
 }
 
-// Adds biases to the sums of rows with a panel, gates where asked to, rounds, and stores.
-inline void finish(const VectorProduct& product, const PackedRows& rows, int64_t panel,
-                   const PanelSums* sums) {
-  const int64_t begin = panel * (product.gated ? kBlock : 2 * kBlock);
-  const int64_t second = product.gated ? product.outputs + begin : begin + kBlock;
-  const int64_t left = product.outputs - begin;
-  const int count = std::min<int64_t>(left, product.gated ? kBlock : 2 * kBlock);
-  PanelSums biases = {};
-  if (product.bias != nullptr)
-    for (int i = 0; i < 2 * kBlock; ++i) {
-      const bool is_inside = product.gated ? i % kBlock < count : i < count;
-      const int64_t output = i < kBlock ? begin + i : second + i - kBlock;
-      if (is_inside) biases[i] = number_of(product.bias[output]);
-    }
-  for (int64_t row = 0; row < rows.count; ++row) {
-    BFloat16* const target = product.out + (rows.first + row) * product.outputs + begin;
-    for (int i = 0; i < count; i += kWidth) {
-      Vec result = load(sums[row] + i) + load(biases + i);
-      if (product.gated)
-        result = silu(result) * (load(sums[row] + kBlock + i) + load(biases + kBlock + i));
-      store(target + i, result, std::min(kWidth, count - i));
-    }
-  }
-}
+template <typename AddPart>
+struct VectorArithmetic {
+  SideProduct product;
+  const AddPart& add_part;
 
-thread_local Workspace vector_rows_workspace;
+  int64_t row_bytes() const { return product.padded_inputs() * sizeof(float); }
+  int64_t scales_per_row() const { return 0; }
+
+  template <int kRows>
+  void pack(int64_t first, Byte* numbers, float*) const {
+    pack_group<kRows>(product, first, reinterpret_cast<float*>(numbers));
+  }
+
+  void run(const PackedRows& rows, int64_t panel) const {
+    alignas(kLine) PanelSums sums[kRowsTogether];
+    std::memset(sums, 0, rows.count * sizeof(PanelSums));
+    const int64_t inputs = product.padded_inputs();
+    for (int64_t input = 0; input < inputs; input += kPartInputs)
+      add_part(rows, Part{panel, input, std::min(kPartInputs, inputs - input)}, sums);
+    finish(product, rows, panel, [&](int64_t row, int i) { return load(sums[row] + i); });
+  }
+};
 
 // All rows with all panels. `add_part(rows, part, sums)` adds the products of one part.
 template <typename AddPart>
-void run_vector_product(const VectorProduct& product, int num_threads, const AddPart& add_part) {
-  const int64_t inputs = product.padded_inputs();
-  const int64_t together = std::min(product.num_rows, kRowsTogether);
-  // Few rows are packed by each thread, sooner than it would have heard that another one has.
-  const bool is_shared = together > kSideRows;
-  in_team(num_threads, [&] {
-    float* packed;
-    const auto reserve = [&] {
-      packed = vector_rows_workspace.at_least<float>(together * inputs * sizeof(float));
-    };
-    if (is_shared) {
-#pragma omp single copyprivate(packed)
-      reserve();
-    } else {
-      reserve();
-    }
-    for (int64_t first = 0; first < product.num_rows; first += together) {
-      const PackedRows rows{first, std::min(together, product.num_rows - first), packed};
-      const int64_t groups = tiles_of(rows.count, kSideRows);
-      const auto pack = [&](int64_t group) {
-        for_rows(rows.in_group(group), [&](auto count) {
-          const int64_t row = group * kSideRows;
-          pack_group<count>(product, product.rows + (first + row) * product.inputs,
-                            packed + row * inputs);
-        });
-      };
-      if (is_shared) {
-#pragma omp for
-        for (int64_t group = 0; group < groups; ++group) pack(group);
-      } else {
-        pack(0);
-      }
-#pragma omp for schedule(static)
-      for (int64_t panel = 0; panel < product.panels(); ++panel) {
-        alignas(kLine) PanelSums sums[kRowsTogether];
-        std::memset(sums, 0, rows.count * sizeof(PanelSums));
-        for (int64_t input = 0; input < inputs; input += kPartInputs)
-          add_part(rows, Part{panel, input, std::min(kPartInputs, inputs - input)}, sums);
-        finish(product, rows, panel, sums);
-      }
-    }
-  });
+void run_vector_product(const SideProduct& product, int num_threads, const AddPart& add_part) {
+  run_side_product(VectorArithmetic<AddPart>{product, add_part}, kRowsTogether, num_threads);
 }
 
 }  // namespace

@@ -79,8 +79,6 @@ class CompiledKernels:
             return CompiledLinear(kernels, weight, bias, is_gated=is_gated)
         if isinstance(weight, Mxfp4Weight):
             return CompiledMxfp4Linear(kernels, weight, bias, is_gated=is_gated)
-        if not kernels.has_bf16_instructions:
-            return None
         return CompiledExpandedLinear(kernels, weight, bias, is_gated=is_gated)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:

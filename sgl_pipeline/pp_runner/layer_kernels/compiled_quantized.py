@@ -27,6 +27,7 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
 
 _TILE_INPUTS = 32  # of a tile of bf16, and of a step in int4_products.cpp
 _MOST_TILES = 16  # of a group, as they are computed with at once
+_MOST_TILES_IN_FP32 = 4  # the same, in avx2_expanded_products.cpp
 
 
 class _QuantizedLinear:
@@ -168,14 +169,15 @@ class CompiledInt4Linear(_QuantizedLinear):
 
 
 class CompiledExpandedLinear(_QuantizedLinear):
-    """The same for weights of 4 bits, and for FP8, which become bf16 on the way into the product.
+    """The same for weights of 4 bits, and for FP8, which become bf16 on the way into the product,
+    or fp32 without bf16 instructions.
 
     Sums are fp32 and rounded once; a row's result is bitwise the same in any microbatch.
-    Measured so, 4 bits take 0.63, 0.70, 1.06, 1.08 and 1.01 of the time of bf16, FP8 0.91, 1.00,
-    1.30, 1.11 and 1.06: they save memory, and time where there are few rows.
+    Measured so, with bf16 instructions, 4 bits take 0.63, 0.70, 1.06, 1.08 and 1.01 of the time of
+    bf16, FP8 0.91, 1.00, 1.30, 1.11 and 1.06: they save memory, and time where there are few rows.
 
     Args:
-        kernels: of a library that `has_bf16_instructions`.
+        kernels: of a library that `has_products`.
         weight, bias, is_gated: as above.
     """
 
@@ -187,16 +189,19 @@ class CompiledExpandedLinear(_QuantizedLinear):
         *,
         is_gated: bool = False,
     ) -> None:
-        assert kernels.has_bf16_instructions
+        assert kernels.has_products
         super().__init__(kernels, weight, bias, is_gated)
-        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size)
+        in_bf16 = kernels.has_bf16_instructions
+        most_tiles = _MOST_TILES if in_bf16 else _MOST_TILES_IN_FP32
+        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size, most_tiles)
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros: torch.Tensor | None = None
         self._is_fp8 = isinstance(weight, Fp8Weight)
         if isinstance(weight, Fp8Weight):
             self._packed = in_lines(weight.values, 2, is_gated)
         else:
-            self._packed = in_quads(weight.numbers, is_gated)
+            in_order = in_quads if in_bf16 else in_byte_pairs
+            self._packed = in_order(weight.numbers, is_gated)
             self._zeros = groups.beside(weight.zeros, is_gated)
 
     def _multiply(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -220,7 +225,9 @@ class CompiledExpandedLinear(_QuantizedLinear):
 
 class CompiledMxfp4Linear(_QuantizedLinear):
     """The same for weights in MXFP4: a product of bf16 with what they stand for. With bf16
-    instructions it has the bits of one; without, each group of 32 inputs is summed apart.
+    instructions it has the bits of one. Without, each group of 32 inputs is summed apart and
+    exactly, and a row's numbers below 1/64 of the greatest in their group are rounded to a multiple
+    of at most 2 ** -13 of that one (`avx2_mxfp4_products.cpp`).
 
     Args:
         kernels: of a library that `has_products`.
@@ -259,19 +266,19 @@ class CompiledMxfp4Linear(_QuantizedLinear):
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """The order in which products go through a weight's inputs: groups of `tiles`, in `num_parts`
-    parts of `part_tiles`."""
+    parts of `part_tiles`, at most `most_tiles`."""
 
     tiles: int
     part_tiles: int
     num_parts: int
 
     @staticmethod
-    def of(inputs: int, group_size: int) -> "_Groups":
+    def of(inputs: int, group_size: int, most_tiles: int = _MOST_TILES) -> "_Groups":
         all_tiles = -(-inputs // _TILE_INPUTS)
         is_whole_row = group_size >= inputs
         assert is_whole_row or group_size % _TILE_INPUTS == 0
         tiles = all_tiles if is_whole_row else group_size // _TILE_INPUTS
-        part_tiles = _tiles_at_once(tiles, is_whole_row)
+        part_tiles = _tiles_at_once(tiles, most_tiles, is_whole_row)
         return _Groups(tiles, part_tiles, -(-all_tiles // part_tiles))
 
     def beside(self, numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
@@ -280,8 +287,8 @@ class _Groups:
         return beside_groups(numbers, repeats, self.num_parts, is_gated)
 
 
-def _tiles_at_once(group_tiles: int, is_last: bool) -> int:
+def _tiles_at_once(group_tiles: int, most_tiles: int, is_last: bool) -> int:
     """Tiles of a part of a group: parts are of one size, except the last of the last group."""
     if is_last:
-        return min(group_tiles, _MOST_TILES)
-    return max(tiles for tiles in range(1, _MOST_TILES + 1) if group_tiles % tiles == 0)
+        return min(group_tiles, most_tiles)
+    return max(tiles for tiles in range(1, most_tiles + 1) if group_tiles % tiles == 0)

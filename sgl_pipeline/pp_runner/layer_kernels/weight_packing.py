@@ -51,7 +51,7 @@ def in_quads(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
 def in_byte_pairs(numbers: torch.Tensor, is_gated: bool) -> torch.Tensor:
     """The 4-bit `numbers` [O, I] uint8 as [blocks, I / 4, 16, 2] uint8, whole tiles of 32 inputs:
     in each byte a number, and above it that of the second input after; of outputs in the order in
-    which AVX2 unpacks bytes (`vector_products.cpp`)."""
+    which AVX2 unpacks bytes (`avx2_mxfp4_products.cpp`)."""
     missing = -numbers.shape[1] % (2 * _TILE_LINES)
     padded = F.pad(numbers, (0, missing)) if missing else numbers
     by_place = in_blocks(padded, is_gated).unflatten(2, (-1, 2, 2))  # [blocks, 16, fours, 2, 2]

@@ -50,7 +50,6 @@ KINDS: dict[str, Callable[[torch.Tensor], QuantizedWeight]] = {
     "mxfp4": to_mxfp4,
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
-WITHOUT_BF16_INSTRUCTIONS = {"int8", "mxfp4", *(kind for kind in KINDS if "int8 rows" in kind)}
 
 
 @pytest.fixture(autouse=True)
@@ -257,17 +256,19 @@ def test_the_compiled_product_gates(instructions, kind, inner):
 
 
 @pytest.mark.compiler
-def test_every_fp8_number_is_exact():
+@every_instruction_set
+def test_every_fp8_number_is_exact(instructions):
     """Each times one, also those below the least normal number, which bf16 products take for 0."""
     numbers = torch.arange(256, dtype=torch.uint8)
     numbers = numbers[numbers & 0x7F != 0x7F].view(FP8)
     weight = Fp8Weight(numbers[:, None], torch.ones(len(numbers), 1), 1, torch.bfloat16)
-    y = compiled("native", weight)(torch.tensor([[448.0]]).bfloat16())
+    y = compiled(instructions, weight)(torch.tensor([[448.0]]).bfloat16())
     assert torch.equal(y[0], (numbers.float() * 448).bfloat16())
 
 
 @pytest.mark.compiler
-def test_every_four_bit_number_and_zero_point_is_exact():
+@every_instruction_set
+def test_every_four_bit_number_and_zero_point_is_exact(instructions):
     numbers, zeros = torch.cartesian_prod(torch.arange(16), torch.arange(16)).unbind(1)
     weight = Int4Weight(
         pack_halves(numbers[:, None].expand(256, 32)),
@@ -279,7 +280,7 @@ def test_every_four_bit_number_and_zero_point_is_exact():
     )
     x = torch.zeros(1, 32).bfloat16()
     x[0, 5] = 1.0
-    assert torch.equal(compiled("native", weight)(x)[0], (numbers - zeros).bfloat16())
+    assert torch.equal(compiled(instructions, weight)(x)[0], (numbers - zeros).bfloat16())
 
 
 @pytest.mark.compiler
@@ -305,6 +306,85 @@ def test_sums_of_mxfp4_that_fp32_holds_are_exact(instructions, num_rows):
     scales = torch.randint(126, 130, (50, 19), generator=generator, dtype=torch.uint8)
     weight = Mxfp4Weight(pack_halves(codes), scales, torch.bfloat16)
     x = torch.randint(-8, 9, (num_rows, 608), generator=generator).bfloat16()
+    assert torch.equal(compiled(instructions, weight)(x), exact(weight, x).bfloat16())
+
+
+def in_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as MXFP4's products without bf16 instructions have them: integers [T, G, 32] and their
+    units [T, G, 1], in fp64."""
+    groups = x.double().unflatten(1, (-1, 32))
+    _, exponents = groups.abs().amax(dim=2, keepdim=True).frexp()
+    units = 2.0 ** (exponents - 14).clamp(min=-126).double()
+    return (groups / units).round(), units
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 6, 7, 70, 300])
+def test_without_bf16_instructions_groups_of_mxfp4_are_sums_of_integers(instructions, num_rows):
+    """The bits of every number of rows, computed from exact sums of groups."""
+    if kernels_for(instructions).has_bf16_instructions:
+        pytest.skip("a product of bf16")
+    generator = torch.Generator().manual_seed(num_rows)
+    exponents = torch.randint(-20, 20, (num_rows, 608), generator=generator)
+    x = (random(12, num_rows, 608).double() * 2.0**exponents).bfloat16()
+    x[0, :32], x[-1, 64:96] = 0.0, 2.0**-130
+    codes = torch.randint(0, 16, (50, 608), generator=generator)
+    scales = torch.randint(120, 130, (50, 19), generator=generator, dtype=torch.uint8)
+    weight, bias = Mxfp4Weight(pack_halves(codes), scales, torch.bfloat16), random(13, 50)
+    numbers = torch.tensor(E2M1)[codes].double().unflatten(1, (-1, 32))
+    integers, units = in_integers(x)
+    assert integers.abs().max() < 2**14
+    sums = torch.zeros(num_rows, 50)
+    for group in range(19):
+        exact_sums = (integers[:, group] @ numbers[:, group].T) * units[:, group]
+        powers = 2.0 ** (scales[:, group].double() - 127)
+        sums = (exact_sums * powers + sums.double()).float()
+    assert torch.equal(compiled(instructions, weight, bias)(x), (sums + bias.float()).bfloat16())
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [1, 7])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_shows_in_its_row_alone(instructions, number, num_rows):
+    linear, x = compiled(instructions, quantized("mxfp4", 40, 192)), random(14, num_rows, 192)
+    finite = linear(x)
+    x[0, 100] = number
+    y = linear(x)
+    assert not y[0].isfinite().any() and torch.equal(y[1:], finite[1:]) and finite.isfinite().all()
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [*range(1, 8), 97])
+@pytest.mark.parametrize("group_size", [32, 96, 192, 576])
+def test_sums_of_four_bits_that_fp32_holds_are_exact(instructions, group_size, num_rows):
+    """So they are with groups of several scales and zero points."""
+    generator = torch.Generator().manual_seed(num_rows)
+    groups = (50, 576 // group_size)
+    numbers = torch.randint(0, 16, (50, 576), generator=generator)
+    scales = 2.0 ** torch.randint(-1, 3, groups, generator=generator)
+    zeros = torch.randint(0, 16, groups, generator=generator, dtype=torch.uint8)
+    weight = Int4Weight(pack_halves(numbers), scales, zeros, group_size, None, torch.bfloat16)
+    x = torch.randint(-8, 9, (num_rows, 576), generator=generator).bfloat16()
+    assert torch.equal(compiled(instructions, weight)(x), exact(weight, x).bfloat16())
+
+
+@pytest.mark.compiler
+@every_instruction_set
+@pytest.mark.parametrize("num_rows", [*range(1, 8), 97])
+@pytest.mark.parametrize("group_size", [32, 96, 256, 600])
+def test_sums_of_fp8_that_fp32_holds_are_exact(instructions, group_size, num_rows):
+    """Rows of 7 times powers of two: the largest of a group is 448 over one, and rounds nothing."""
+    generator = torch.Generator().manual_seed(num_rows)
+    values = torch.randint(-8, 9, (50, 600), generator=generator).to(FP8)
+    groups = (50, -(-600 // group_size))
+    scales = 2.0 ** torch.randint(-1, 3, groups, generator=generator)
+    weight = Fp8Weight(values, scales, group_size, torch.bfloat16)
+    powers = torch.randint(0, 4, (num_rows, 600), generator=generator)
+    signs = torch.randint(-1, 2, (num_rows, 600), generator=generator)
+    x = (7 * signs * 2.0**powers).bfloat16()
     assert torch.equal(compiled(instructions, weight)(x), exact(weight, x).bfloat16())
 
 
@@ -339,8 +419,7 @@ def test_what_the_compiled_kernels_do_not_multiply_goes_to_torch():
     for kind in KINDS:
         weight = quantized(kind, 8, 192)
         assert isinstance(oldest.linear(weight), TorchQuantizedLinear)
-        is_torchs = isinstance(old_machine.linear(weight), TorchQuantizedLinear)
-        assert is_torchs is (kind not in WITHOUT_BF16_INSTRUCTIONS)
+        assert not isinstance(old_machine.linear(weight), TorchQuantizedLinear)
         in_fp32 = KINDS[kind](torch.ones(8, 192))
         assert isinstance(here.linear(in_fp32), TorchQuantizedLinear)
 
@@ -361,8 +440,8 @@ def test_a_packed_weight_replaces_the_plain_one(kind):
 @pytest.mark.parametrize("first", [-1, 96])
 def test_no_place_outside_of_a_row_gets_to_the_kernel(first: int) -> None:
     kernels = load_cpu_kernels()
-    if not kernels.has_bf16_instructions:
-        pytest.skip("no bf16 instructions")
+    if not kernels.has_products:
+        pytest.skip("neither AVX2 nor bf16 instructions")
     weight = with_order(to_int4(torch.randn(32, 96).bfloat16(), 96))
     order = weight.order.clone()
     order[0] = first
