@@ -42,7 +42,8 @@ class CompiledKernels:
     """The `LayerKernels` of a CPU stage, for fp32 and bf16, on `torch.get_num_threads()` threads.
 
     Every result is computed in fp32 and rounded once, where torch rounds after each operation; so
-    in bf16 it is within half a unit in the last place of the exact one, and torch's is not.
+    in bf16 it is within half a unit in the last place of the exact one, and torch's is not. Formats
+    that round rows first are further from it (docs/serve.md).
     A row's result is bitwise the same in any microbatch, and so is a state after it.
     """
 
