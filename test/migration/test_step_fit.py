@@ -185,7 +185,7 @@ def test_a_server_fits_ever_more_rarely() -> None:
         )
         is not None
     ]
-    assert times == [256, 512, 1024, 2048, 4096]
+    assert times == [64, 128, 256, 512, 1024, 2048, 4096]
 
 
 WINDOWED = StepCosts(
