@@ -11,7 +11,9 @@ from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.migration.step_fit import StageSample, fit_stages
 from sgl_pipeline.step_work import StepWork
 
-FIRST_FIT_STEPS = 256
+# Until the first fit tenants wait for whole steps of the policy. More steps make fits better, up to
+# the number that is kept.
+FIRST_FIT_STEPS = 64
 # Number of newest steps; noise, not their number, limits the quality of a fit.
 _MOST_KEPT_STEPS = 256
 # A step that took 1.5 times as long as similar ones was disturbed.

@@ -25,6 +25,10 @@ from sgl_pipeline.step_work import StepWork
 # multiplies eight rows at a time, and a ninth costs a quarter of the first.
 CURVE_ROWS = (1.0, 8.0, 9.0, 16.0, 17.0, 24.0, 25.0, 32.0, 33.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
+# Of the least time of a layer in any served step: a layer takes no less in a step unlike these, as
+# decodes are to the chunks of one long prompt, of which a fit may find that attention is all.
+LEAST_BASE_SHARE = 0.01
+
 
 class StageSample(NamedTuple):
     """A served step's time on a stage: the number of its layers by their window, None for those
@@ -97,6 +101,8 @@ def fit_stages(
     found = [float(one) for one in relative_fit(features, measured, outlier_share)]
     num_curve = 1 + len(KNOT_TOKENS)
     base_ms, *slopes_ms = found[:num_curve]
+    least_ms = min(sample.stage_ms / sum(sample.layers.values()) for sample in samples)
+    base_ms = max(base_ms, LEAST_BASE_SHARE * least_ms)
     decode_ms, by_decode_ms, by_prefill_ms, token_ms, tail_ms, sample_ms = found[num_curve:]
     return StepCosts(
         layer=LayerCost(convex_rows(base_ms, slopes_ms), decode_ms, by_decode_ms, by_prefill_ms),

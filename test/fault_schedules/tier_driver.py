@@ -27,7 +27,7 @@ from sgl_pipeline.wire.store_orders import StorePlace
 ADDRESSES = ("here", "there")
 # Requests that wait for a store are let go by the clock.
 POLL_S = 0.2
-# No request waits for longer than the polls go on.
+# No request waits for so many polls without a step, whatever is lost meanwhile.
 MOST_POLLS = 1_000
 MOST_CHANGES = 5
 MOST_HARMS = 6
@@ -75,7 +75,8 @@ class TierDriver:
         self._full_until_s = 0.0
         self._full_chance = rng.choice((0.0, 0.0, 0.7))
         self._polls = False
-        self._num_polls = 0
+        self._num_polls = 0  # since the last step was decided
+        self._next_step_id = 0
         # Pages that were found or committed since the store came into use.
         self._in_store: set[bytes] = set()
         self._is_clearing = False
@@ -103,8 +104,11 @@ class TierDriver:
             assert not self._tier.commits and not self._tier.broken, "pages of no store"
         elif self._has_room():
             self._write_records(self._stores.at(self._place))
-        waits = self._core.scheduler.num_waiting or self._num_pages_on_way
-        is_needed = self._tier.is_on and waits and not self._core.scheduler.is_idle
+        scheduler = self._core.scheduler
+        if scheduler.next_step_id != self._next_step_id:
+            self._next_step_id, self._num_polls = scheduler.next_step_id, 0
+        waits = scheduler.num_waiting or self._num_pages_on_way
+        is_needed = self._tier.is_on and waits and not scheduler.is_idle
         if is_needed and not self._polls and self._num_polls < MOST_POLLS:
             self._polls = True
             self._num_polls += 1

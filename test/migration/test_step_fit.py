@@ -10,11 +10,12 @@ from sgl_pipeline.costs.stage_costs import MadeUpStep, PartSample
 from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
 from sgl_pipeline.migration.least_squares import non_negative_fit, relative_fit
 from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS, OnlineFit
-from sgl_pipeline.migration.predictor import StepPredictor
+from sgl_pipeline.migration.predictor import SlowestStage, StepPredictor
 from sgl_pipeline.migration.step_fit import errors_on, fit_parts
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.step_work import StepWork
+from sgl_pipeline.step_work import StepWork, attended_tokens
+from sgl_pipeline.throttle.draft_budget import least_chance
 
 # The knots are of those that a fit may use.
 TRUTH = StepCosts(
@@ -173,6 +174,22 @@ def test_the_embedding_is_the_first_stages_alone(layer_counts: tuple[int, ...]) 
     assert found.embedding.row_ms == pytest.approx(4e-3, rel=0.05)
 
 
+def test_a_decode_takes_time_though_only_chunks_of_a_long_prompt_were_seen() -> None:
+    """Their attention explains all of their times; drafts are weighed by shares of a decode's."""
+    rng, fit = random.Random(1), OnlineFit((None,) * 8)
+    costs: StepCosts | None = None
+    for number in range(FIRST_FIT_STEPS):
+        attended = attended_tokens(512 * number, 512 * (number + 1))
+        work = StepWork(512, 0, 0, attended, 0)
+        times = [4e-4 * attended * (1.0 + 0.1 * rng.uniform(-1.0, 1.0)) for _ in range(2)]
+        costs = fit.note(work, (4, 4), times)
+    assert costs is not None
+    times_of = SlowestStage(StepPredictor(costs), (4, 4), (1.0, 1.0))
+    decode = StepWork(1, 1, 33_000, 0, 1)
+    assert times_of.step_ms(decode) > 0.0
+    assert least_chance(times_of, decode, is_alone=True) >= 0.0
+
+
 def test_a_server_fits_ever_more_rarely() -> None:
     fit, record = OnlineFit((None,) * 4), ServedSteps(flat_costs(4, 2.0), StagePlan(0, (2, 2)))
     times = [
@@ -185,7 +202,7 @@ def test_a_server_fits_ever_more_rarely() -> None:
         )
         is not None
     ]
-    assert times == [256, 512, 1024, 2048, 4096]
+    assert times == [64, 128, 256, 512, 1024, 2048, 4096]
 
 
 WINDOWED = StepCosts(

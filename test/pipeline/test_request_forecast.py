@@ -5,12 +5,12 @@ and those that wait for answers to end to their order of magnitude.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
 
 import pytest
-from support.pipelines import FakePipeline, make_request, new_scheduler
+from support.pipelines import FakePipeline, make_request, new_pipeline, new_scheduler
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.migration.predictor import StepPredictor
@@ -24,7 +24,7 @@ from sgl_pipeline.simulator.virtual_drafts import DraftAcceptance
 from sgl_pipeline.simulator.virtual_pipeline import VirtualPipeline
 from sgl_pipeline.simulator.workload import SimulatedRequest, TokenIds
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.throttle import make_policy
+from sgl_pipeline.throttle import PipelineLoad, TokenBudget, make_policy
 
 pytestmark = pytest.mark.slow
 
@@ -213,3 +213,40 @@ def test_a_forecast_changes_nothing() -> None:
         return [(one.num_prefill_tokens, one.num_decodes) for one in pipeline.microbatches]
 
     assert steps(asks=True) == steps(asks=False)
+
+
+def test_a_forecast_sees_the_loads_that_come() -> None:
+    """The prompts that wait, and how much of the one that is begun, as the scheduler meets them."""
+    pipeline = new_pipeline(
+        throttle=ThrottleArgs(policy="sarathi", max_prefill_tokens=16, min_prefill_tokens=1),
+        num_pages=100,
+        num_stages=2,
+    )
+    pipeline.scheduler.add(make_request("paced", [9], max_new_tokens=10))
+    pipeline.drain()
+    for number, length in enumerate((40, 30, 20)):
+        pipeline.scheduler.add(make_request(str(number), [number] * length, max_new_tokens=1))
+    pipeline.fill()
+    outlook = pipeline.scheduler.outlook("2")
+    assert outlook is not None
+    foreseen: dict[int, tuple[int, ...]] = {}
+
+    def policy(load: PipelineLoad) -> TokenBudget:
+        foreseen[load.step_id] = prompts_of(load)
+        return outlook.policy(load)
+
+    forecast = pipeline.core.forecast(replace(outlook, policy=policy), pipeline.now_s)
+    assert forecast.next_token_in_s is not None
+    first = pipeline.scheduler.next_step_id
+    pipeline.drain()
+    came = {
+        step.step_id: prompts_of(step.load)
+        for step in pipeline.microbatches
+        if step.step_id >= first
+    }
+    assert came == {step_id: foreseen[step_id] for step_id in came}
+    assert [begun for *_, begun in came.values()] == [8, 22, 6, 10]
+
+
+def prompts_of(load: PipelineLoad) -> tuple[int, ...]:
+    return load.waiting_tokens, load.prompts, load.first_prompt_tokens
