@@ -47,8 +47,7 @@ def assert_greedy(path: Path, request: HandledRequest) -> None:
 @pytest.mark.parametrize(
     ("name", "layer_counts", "kernels"),
     [
-        # Where layers are cut is nothing to a kernel, and which kernels compute a layer is nothing to
-        # its neighbors.
+        # Where layers are cut is nothing to a kernel: each in turn.
         *(("qwen3.5", counts, "compiled") for counts in SPLITS),
         ("qwen3.5-moe-multimodal", (1, 3, 2), "compiled"),
         *((name, (1, 3, 2), "torch") for name in HYBRID_MODELS),

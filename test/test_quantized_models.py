@@ -90,7 +90,7 @@ def test_tokens_are_the_same_at_every_depth_and_split(served):
 
 
 @pytest.mark.compiler
-# A policy decides which rows are in a step together, and a format how a row is computed: each in turn.
+# A policy decides which rows share a step, and a format how a row is computed: each in turn.
 @pytest.mark.parametrize(
     ("policy", "served"),
     zip(POLICIES, cycle(["w8a8_int8", "pack-quantized", INT8_ROWS_OF + "pack-quantized"])),

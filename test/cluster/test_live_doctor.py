@@ -55,7 +55,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 host.cable(delay_ms=CABLE_DELAY_MS, gbit_per_s=GBIT_PER_S)
             other, head = (start(network, rank, key_file, *flags) for rank in (1, 0))
             text, _ = head.communicate(timeout=START_TIMEOUT_S)
-            assert json.loads(other.communicate(timeout=PATIENCE_S)[0]) == {"is_well": True, "faults": []}
+            assert json.loads(other.communicate(timeout=PATIENCE_S)[0]) == {
+                "is_well": True,
+                "faults": [],
+            }
             assert [head.returncode, other.returncode] == [0, 0]
     facts: dict[str, Any] = json.loads(text)
     return facts

@@ -139,7 +139,9 @@ def test_a_server_asked_by_itself_names_the_router(apart: Apart) -> None:
 
 
 def test_the_bootstrap_port_shows_the_topology(apart: Apart) -> None:
-    answer = requests.get(f"{apart.bootstrap}/route", params=dict.fromkeys(RANKS, -1), timeout=PATIENCE_S)
+    answer = requests.get(
+        f"{apart.bootstrap}/route", params=dict.fromkeys(RANKS, -1), timeout=PATIENCE_S
+    )
     assert answer.status_code == 200, answer.text
     topology = answer.json()
     assert (topology["pp_size"], topology["kv_cache_dtype"]) == (2, "float32")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import requests
-from support.live_server import PATIENCE_S, LAUNCHER, ROOT, LiveServer, live_server, wait_until
+from support.live_server import LAUNCHER, PATIENCE_S, ROOT, LiveServer, live_server, wait_until
 
 pytestmark = [
     pytest.mark.multiproc,

@@ -16,7 +16,7 @@ from support.live_server import LiveServer, live_server, wait_until
 
 pytestmark = pytest.mark.multiproc
 
-# What is asked of a request while it runs takes less, also on a machine many times slower than usual.
+# What is asked of a request while it runs takes less, also on a machine that is many times slower.
 RUNNING_TIMEOUT_S = 6.0
 
 

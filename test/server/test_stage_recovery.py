@@ -66,8 +66,10 @@ def test_each_stage_is_killed_under_streams_and_nobody_notices_but_for_a_pause(d
             assert stage == 1 or replayed[1] == 0
         wait_until_pages_are_back(server)
         wait_until(
-            lambda: {"sgl_pipeline_recovery_seconds_count", "sgl_pipeline_replayed_tokens_total"}
-            <= Samples(server).names
+            lambda: (
+                {"sgl_pipeline_recovery_seconds_count", "sgl_pipeline_replayed_tokens_total"}
+                <= Samples(server).names
+            )
         )
         processes = server.descendants()
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)

@@ -129,7 +129,9 @@ def test_a_full_house_is_explained_to_who_waits_and_who_runs(server: LiveServer)
     assert last["estimate"]["num_steps"] >= 0.8 * first_waiting["estimate"]["num_steps"]
     assert last["estimate"]["num_steps"] >= 8 and last["estimate"]["num_ended"] >= 1
     assert (running["state"], running["estimate"]["runs_in_s"]) == ("decoding", 0.0)
-    assert running["max_new_tokens"] == NUM_TOKENS and running["estimate"]["last_token_within_s"] > 0
+    assert (
+        running["max_new_tokens"] == NUM_TOKENS and running["estimate"]["last_token_within_s"] > 0
+    )
     assert paused["estimate"]["runs_in_s"] is None
     assert "one two three" not in str(last) + str(running)
     status, gone = explain(server, names[0])

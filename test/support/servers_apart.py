@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import requests
-from support.live_server import PATIENCE_S, START_TIMEOUT_S, LiveServer, start_server, wait_until, wait_until_ready
+from support.live_server import (
+    PATIENCE_S,
+    START_TIMEOUT_S,
+    LiveServer,
+    start_server,
+    wait_until,
+    wait_until_ready,
+)
 from support.ports import number_of, reserve_port
 from support.router import FOLDER
 

@@ -11,7 +11,14 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.live_server import PATIENCE_S, LAUNCHER, LiveServer, live_server, start_server, wait_until
+from support.live_server import (
+    LAUNCHER,
+    PATIENCE_S,
+    LiveServer,
+    live_server,
+    start_server,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
 LONG = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import PATIENCE_S, LiveServer, live_server, wait_until
+from support.live_server import LiveServer, live_server, wait_until
 
 pytestmark = pytest.mark.multiproc
 
