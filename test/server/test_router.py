@@ -124,7 +124,6 @@ def test_prompts_with_a_common_beginning_meet_it_in_one_replicas_cache(router: R
         for text in texts:
             answers[text] = router.ask(text)
             cached.append(answers[text]["meta_info"]["cached_tokens"])
-
         # A line of the log follows its answer.
         wait_until(lambda before=before: sum(asked_since(router, before)) >= 4)  # type: ignore[misc]
         assert asked_since(router, before) == [0, 4]
