@@ -44,13 +44,14 @@ def pipeline(kv_cache_dtype: str, layer_counts: tuple[int, ...], **arguments: An
 @cache
 def alone(kv_cache_dtype: str, leaf: str) -> list[list[int]]:
     """The answers to six requests, each by itself: whole prompts, one stage, no hits."""
-    answers = []
-    for request in make_requests(6):
-        by_itself = pipeline(
-            kv_cache_dtype, (6,), throttle=ThrottleArgs(policy="throttle"), **LEAVES[leaf]
-        )
-        answers += by_itself.run([request])
-    return answers
+    by_itself = pipeline(
+        kv_cache_dtype,
+        (6,),
+        throttle=ThrottleArgs(policy="throttle"),
+        scheduling=SchedulingArgs(radix_cache=False),
+        **LEAVES[leaf],
+    )
+    return [by_itself.run([request])[0] for request in make_requests(6)]
 
 
 @every_leaf

@@ -37,10 +37,8 @@ def test_tokens_are_those_of_the_weights_that_the_numbers_stand_for(
 
 @pytest.mark.compiler
 def test_compiled_products_give_the_same_tokens_at_every_depth_and_while_layers_move() -> None:
-    answers = [
-        pipeline(counts, **COMPILED).run(make_requests(4)) for counts in [(6,), (1, 5), (2, 1, 3)]
-    ]
-    assert answers[0] == answers[1] == answers[2]
+    answers = [pipeline(counts, **COMPILED).run(make_requests(4)) for counts in [(6,), (2, 1, 3)]]
+    assert answers[0] == answers[1]
     assert len({token for output in answers[0] for token in output}) > 9, "hardly any tokens"
     moving, requests = pipeline((3, 3), **COMPILED), make_requests(4)
     migration = moving.core.migration

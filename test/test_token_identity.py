@@ -69,18 +69,19 @@ def assert_greedy(name: str, requests: list[Request]) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_stages", SPLITS)
 def test_under_every_policy_and_number_of_stages(policy, num_stages):
-    for layer_counts in SPLITS[num_stages]:
-        assert sum(layer_counts) == NUM_LAYERS
-        throttle = ThrottleArgs(policy=policy, **CHUNKED)
-        pipeline = LocalPipeline(tiny_model("qwen3"), layer_counts, throttle=throttle, costs=COSTS)
-        requests = make_requests(9)
-        pipeline.run(requests)
-        assert_greedy("qwen3", requests)
-        by_time = {microbatch.budget.time is not None for microbatch in pipeline.microbatches}
-        assert by_time == {policy == "throttle-time"}, "another policy was in force for some steps"
-        assert max(len(microbatch.chunks) for microbatch in pipeline.microbatches) > 1
-        chunked = [m for m in pipeline.microbatches if any(c.start for c in m.chunks)]
-        assert chunked, "no prompt was cut into chunks"
+    """Uneven stages are below: which layers a stage has is nothing to a policy."""
+    layer_counts = SPLITS[num_stages][0]
+    assert sum(layer_counts) == NUM_LAYERS
+    throttle = ThrottleArgs(policy=policy, **CHUNKED)
+    pipeline = LocalPipeline(tiny_model("qwen3"), layer_counts, throttle=throttle, costs=COSTS)
+    requests = make_requests(9)
+    pipeline.run(requests)
+    assert_greedy("qwen3", requests)
+    by_time = {microbatch.budget.time is not None for microbatch in pipeline.microbatches}
+    assert by_time == {policy == "throttle-time"}, "another policy was in force for some steps"
+    assert max(len(microbatch.chunks) for microbatch in pipeline.microbatches) > 1
+    chunked = [m for m in pipeline.microbatches if any(c.start for c in m.chunks)]
+    assert chunked, "no prompt was cut into chunks"
 
 
 @pytest.mark.parametrize(("num_stages", "target_tpot_ms"), [(1, 30.0), (2, 36.0), (4, 44.0)])
@@ -117,8 +118,14 @@ def test_though_one_target_binds_steps_and_the_other_is_missed(num_stages, targe
         "gpt-oss",
     ],
 )
-@pytest.mark.parametrize("num_stages", SPLITS)
-@with_and_without_kernels
+@pytest.mark.parametrize(
+    ("num_stages", "kernels"),
+    [
+        *((num_stages, "torch") for num_stages in SPLITS),
+        # Where layers are cut is nothing to a kernel.
+        pytest.param(4, "compiled", marks=pytest.mark.compiler),
+    ],
+)
 def test_of_every_model_family(kernels, num_stages, name):
     """Prompts cut into chunks and steps of several requests, on uneven stages too."""
     attention_backend, layer_kernels = KERNELS[kernels]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.live_hosts import CLUSTER_PORT
+from support.live_server import PATIENCE_S, START_TIMEOUT_S
 from support.saved_costs import costs_of
 from support.tiny_models import tiny_model
 
@@ -53,8 +54,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for host in network.hosts:
                 host.cable(delay_ms=CABLE_DELAY_MS, gbit_per_s=GBIT_PER_S)
             other, head = (start(network, rank, key_file, *flags) for rank in (1, 0))
-            text, _ = head.communicate(timeout=100)
-            assert json.loads(other.communicate(timeout=30)[0]) == {"is_well": True, "faults": []}
+            text, _ = head.communicate(timeout=START_TIMEOUT_S)
+            assert json.loads(other.communicate(timeout=PATIENCE_S)[0]) == {
+                "is_well": True,
+                "faults": [],
+            }
             assert [head.returncode, other.returncode] == [0, 0]
     facts: dict[str, Any] = json.loads(text)
     return facts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 from support.live_hosts import LiveHosts, live_hosts
-from support.live_server import START_TIMEOUT_S, live_server
+from support.live_server import live_server
 
 from benchmark.hosts.namespaces import Network, why_no_hosts
 
@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveHosts, 
         decode = LiveHosts(others, 2, prefill.key_file, role)
         for rank in (1, 0):
             decode.processes[rank] = decode.start(rank)
-        decode.head.until("Ready:", START_TIMEOUT_S)
+        decode.head.until("Ready:")
         yield prefill, decode
 
 

@@ -195,9 +195,13 @@ def what_does_not_come_is_computed_unasked(patch: pytest.MonkeyPatch) -> None:
     begin = DecodeRooms.__init__
 
     def mutated(
-        self: DecodeRooms, scheduler: StepScheduler, identity: ServerIdentity, limits: RoomLimits
+        self: DecodeRooms,
+        scheduler: StepScheduler,
+        identity: ServerIdentity,
+        limits: RoomLimits,
+        *more: Any,
     ) -> None:
-        begin(self, scheduler, identity, replace(limits, falls_back=True))
+        begin(self, scheduler, identity, replace(limits, falls_back=True), *more)
 
     patch.setattr(DecodeRooms, "__init__", mutated)
 

@@ -173,7 +173,7 @@ def overdue_requests_keep_their_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_written_during_a_move_is_not_patched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OutgoingLayers, "wrote", lambda self, pages: None)
+    patch.setattr(OutgoingLayers, "wrote", lambda self, pages, slots: None)
 
 
 def cached_pages_do_not_move(patch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def a_worker_that_comes_later_is_not_used(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_written_during_a_handover_is_not_patched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PageHandover, "wrote", lambda self, pages: None)
+    patch.setattr(PageHandover, "wrote", lambda self, pages, slots: None)
 
 
 def steps_are_decided_while_the_last_pages_follow(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import LiveServer, start_server, wait_until, wait_until_ready
+from support.live_server import PATIENCE_S, LiveServer, start_server, wait_until, wait_until_ready
 from support.ports import number_of, reserve_port
 
 from sgl_pipeline.cluster.keys import KEY_VARIABLE
@@ -92,16 +92,16 @@ def apart(request: pytest.FixtureRequest) -> Iterator[Apart]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_lent(apart: Apart) -> Iterator[None]:
-    """When all clients have their answers."""
+    """Soon after all clients have their answers."""
     yield
-    wait_until(lambda: apart.prefill.facts()["rooms"]["offload"]["lent_pages"] == 0)
-    assert apart.offload()["requests"] == 0
+    wait_until(lambda: offload_of(apart.prefill)["lent_pages"] == 0)
+    wait_until(lambda: apart.offload()["requests"] == 0)
 
 
 def stop(server: LiveServer) -> None:
     server.process.terminate()
     try:
-        server.process.wait(20)
+        server.process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         server.process.kill()
         server.process.wait()
@@ -174,7 +174,7 @@ def test_a_client_that_leaves_ends_its_lease(apart: Apart) -> None:
     wait_until(lambda: apart.offload()["requests"] == 1)
     wait_until(lambda: apart.prefill.facts()["rooms"]["offload"]["lent_rooms"] == 1)
     requests.post(f"{apart.decode.url}/abort_request", json={"rid": "leaves"}, timeout=30)
-    half.result(20)
+    half.result(PATIENCE_S)
 
 
 def test_a_lost_stage_of_the_prefill_server_costs_no_answer(apart: Apart) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 import requests
-from support.live_server import LiveServer, start_server, wait_until, wait_until_ready
+from support.live_server import PATIENCE_S, LiveServer, start_server, wait_until, wait_until_ready
 from support.ports import number_of, reserve_port
 from support.router import NEEDS_ROUTER
 from support.servers_apart import KEY, PAGE_SIZE, SAME_TOKENS, Apart, is_at_rest, servers_apart
@@ -135,12 +134,14 @@ def test_a_server_asked_by_itself_names_the_router(apart: Apart) -> None:
     for server in (apart.prefill, apart.decode):
         answer = server.generate(text=PROMPT)
         assert answer.status_code == 400 and "bootstrap_room" in answer.text
-        health = requests.get(f"{server.url}/health_generate", timeout=30)
+        health = requests.get(f"{server.url}/health_generate", timeout=PATIENCE_S)
         assert health.status_code == 200
 
 
 def test_the_bootstrap_port_shows_the_topology(apart: Apart) -> None:
-    answer = requests.get(f"{apart.bootstrap}/route", params=dict.fromkeys(RANKS, -1), timeout=10)
+    answer = requests.get(
+        f"{apart.bootstrap}/route", params=dict.fromkeys(RANKS, -1), timeout=PATIENCE_S
+    )
     assert answer.status_code == 200, answer.text
     topology = answer.json()
     assert (topology["pp_size"], topology["kv_cache_dtype"]) == (2, "float32")
@@ -166,7 +167,7 @@ def test_an_aborted_half_ends_the_other(apart: Apart) -> None:
         half = threads.submit(ask_half, apart.decode, 77, port, rid="left-alone")
         wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
         requests.post(f"{apart.decode.url}/abort_request", json={"rid": "left-alone"}, timeout=30)
-        half.result(20)
+        half.result(PATIENCE_S)
     answer = ask_half(apart.prefill, 77, port)
     assert answer.status_code >= 400 and "abort" in answer.text.lower(), answer.text
 
@@ -180,15 +181,14 @@ def test_a_prefill_server_that_dies_or_hangs_ends_its_requests_and_no_others(
             threads.submit(ask_half, server, 5, port, max_new_tokens=400)
             for server in (second, apart.decode)
         ]
-        assert both[0].result(60).status_code == 200
+        assert both[0].result(PATIENCE_S).status_code == 200
         waiting = threads.submit(ask_half, apart.decode, 6, port)
         wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
         second.scheduler().send_signal(end)
-        begin_s = time.monotonic()
-        answer = waiting.result(30)
-        assert time.monotonic() - begin_s < 10.0
+        # Long before SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, which would end it too.
+        answer = waiting.result(PATIENCE_S)
         assert answer.status_code == 503 and f"{HOST}:{port}" in answer.text, answer.text
-        assert len(both[1].result(60).json()["output_ids"]) == 400
+        assert len(both[1].result(PATIENCE_S).json()["output_ids"]) == 400
 
 
 def test_a_prefill_server_that_is_stopped_lets_its_prompts_be_read_first(apart: Apart) -> None:
@@ -207,8 +207,8 @@ def test_a_prefill_server_that_is_stopped_lets_its_prompts_be_read_first(apart: 
         finally:
             for stage in stages:
                 stage.resume()
-        assert reading.result(60).status_code == 200
-        assert second.wait_for_end(20) == 0
+        assert reading.result(PATIENCE_S).status_code == 200
+        assert second.wait_for_end() == 0
 
 
 @contextmanager
@@ -239,8 +239,8 @@ def test_a_decode_server_that_dies_leaves_no_page_held(apart: Apart) -> None:
                 threads.submit(ask_half, server, 8, port, **body)
                 for server in (apart.prefill, second)
             ]
-            tokens = both[1].result(60).json()["output_ids"]
-            assert both[0].result(60).status_code == 200
+            tokens = both[1].result(PATIENCE_S).json()["output_ids"]
+            assert both[0].result(PATIENCE_S).status_code == 200
             assert ask_half(apart.whole, None, None, **body).json()["output_ids"] == tokens
             # It asks for rooms, and has read none of their pages when it dies.
             new = PROMPT * 4 + "4"  # more than it has cached
@@ -253,7 +253,7 @@ def test_a_decode_server_that_dies_leaves_no_page_held(apart: Apart) -> None:
             second.process.kill()
             second.process.wait()
             for room in rooms:
-                assert room.exception(20) is not None
+                assert room.exception(PATIENCE_S) is not None
             wait_until(lambda: is_at_rest(apart.prefill))
             answer = ask_half(apart.prefill, 11, port)
             assert answer.status_code == 503 and "decode server" in answer.text, answer.text

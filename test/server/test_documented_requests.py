@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import requests
-from support.live_server import LAUNCHER, ROOT, LiveServer, live_server, wait_until
+from support.live_server import LAUNCHER, PATIENCE_S, ROOT, LiveServer, live_server, wait_until
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -89,7 +89,7 @@ def running_request(server: LiveServer) -> Iterator[None]:
     wait_until(lambda: server.facts()["num_running_requests"] == 1)
     yield
     requests.post(f"{server.url}/abort_request", json={"rid": "my-request"}, timeout=30)
-    thread.join(30)
+    thread.join(PATIENCE_S)
 
 
 def test_every_block_is_run_or_listed_with_the_reason() -> None:

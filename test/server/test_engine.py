@@ -16,7 +16,7 @@ import psutil
 import pytest
 from sglang.srt.entrypoints.engine import Engine as UpstreamEngine
 from support.greedy_oracle import count_ties
-from support.live_server import ROOT, wait_until
+from support.live_server import ROOT, START_TIMEOUT_S, wait_until
 from transformers import AutoTokenizer
 
 from sgl_pipeline import Engine
@@ -239,7 +239,7 @@ def test_a_fork_of_the_program_has_no_engine_and_leaves_its_parents_alone(engine
 
 def _errors_in_fork(engine: Engine, stream: Iterator[Any], socket: int) -> int:
     """The number of ways in which the engine is not this process's."""
-    signal.alarm(20)  # ends the fork, and the test, where it would wait for ever
+    signal.alarm(60)  # ends the fork, and the test, where it would wait for ever
     num_errors = 0
     for use in (
         lambda: list(stream),
@@ -343,7 +343,7 @@ def test_a_plain_script_is_served_whatever_lies_in_its_working_directory(tmp_pat
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=START_TIMEOUT_S,
     )
     assert done.stdout == "42\n", done.stderr
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until
+from support.live_server import PATIENCE_S, LiveServer, live_server, wait_until
 from support.streams import FOR_MINUTES, PROMPTS, Stream, kill_stage, streams_of
 
 pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
@@ -24,7 +24,7 @@ def launcher(drought: Path) -> tuple[str, ...]:
 
 
 def metric(server: LiveServer, name: str) -> float:
-    lines = requests.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    lines = requests.get(f"{server.url}/metrics", timeout=PATIENCE_S).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
@@ -51,7 +51,7 @@ def test_one_stage_serves_on_for_two_and_two_again_when_a_worker_comes(
             before = server.facts()
             kill_stage(server, stage)
             facts = wait_for_stages(server, 1)
-            assert requests.get(f"{server.url}/health", timeout=10).status_code == 200
+            assert requests.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
             streams.append(Stream(server.url, PROMPTS[0]))
             for stream, alone in zip(streams, [*expected, expected[0]], strict=True):
                 stream.join().assert_whole(alone)
@@ -76,7 +76,7 @@ def test_one_stage_serves_on_for_two_and_two_again_when_a_worker_comes(
         wait_until(lambda: metric(server, "sgl_pipeline_stage_changes_total") == 4.0)
         assert metric(server, "sgl_pipeline_num_stages") == 2.0
         assert len(server.stages()) == 2
-        text = server.text
+    text = server.text
     assert "the layers go to the 1 of 2 stages that are left" in text
     assert text.count("1 stages serve, 2 did before") == 2
     assert text.count("2 stages serve, 1 did before") == 2
@@ -100,14 +100,14 @@ def test_with_no_stage_left_the_server_says_503_and_ends(directory: Path, tmp_pa
         drought.touch()
         kill_stage(server, 0)
         stream.join()
-        waiting.join(30)
+        waiting.join(PATIENCE_S)
         (answer,) = answers
         assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
         assert "no worker is available" in answer.text
         assert stream.errors or stream.last["meta_info"]["finish_reason"]["type"] == "abort"
-        assert server.process.wait(15) not in (0, None)
-        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert server.process.wait(PATIENCE_S) not in (0, None)
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
         assert alive == []
-        wait_until(lambda: list(directory.iterdir()) == [], timeout_s=5)
+        wait_until(lambda: list(directory.iterdir()) == [])
     assert "--min-stages" in server.text and "killed by signal 9" in server.text
     assert set(os.listdir("/dev/shm")) <= shared_memory

@@ -8,7 +8,14 @@ import pytest
 import requests
 from support.browser import Watched, browser
 from support.live_page import AUTHORIZED, COUNT_COLORS, FIND_CUT, KEY, LIVE, SECRET, load, opened
-from support.live_server import LiveServer, live_server, start_server, wait_until, wait_until_ready
+from support.live_server import (
+    PATIENCE_S,
+    LiveServer,
+    live_server,
+    start_server,
+    wait_until,
+    wait_until_ready,
+)
 from support.moves import movable_core
 from support.step_records import rooms_state, tier_state
 
@@ -50,9 +57,11 @@ def test_it_draws_what_the_stages_do_and_says_why_requests_wait(
         watched.wait_for("document.querySelector('#queue tbody').innerText.includes('running-l')")
         queue = watched.text("#queue tbody")
         assert "the limit is --max-running-requests" in queue and "order" in queue
-        colors = page.evaluate(COUNT_COLORS)
-        assert min(colors["accent"], colors["decode"]) > 100, colors
-        assert sum(colors[cause] for cause in ("activations", "metadata", "slot")) > 100, colors
+        watched.wait_for(f"Math.min(({COUNT_COLORS})().accent, ({COUNT_COLORS})().decode) > 100")
+        watched.wait_for(
+            "(({ activations, metadata, slot }) => activations + metadata + slot > 100)"
+            f"(({COUNT_COLORS})())"
+        )
         watched.wait_for("!document.getElementById('tiles').innerText.includes('–')")
         assert watched.text("#inputs tbody").count("\n") >= 5
         counts = page.evaluate(
@@ -254,6 +263,12 @@ def test_the_chat_answers_and_shows_its_way_through_the_stages(
         assert watched.page.evaluate("document.querySelectorAll('.message.error').length") == 0
 
 
+def picture_of(watched: Watched) -> str:
+    """The lanes as they are drawn."""
+    watched.wait_for_frames()
+    return str(watched.page.evaluate("document.getElementById('lanes').toDataURL()"))
+
+
 def test_it_obeys_the_keyboard_and_stands_still_when_paused(
     chromium: Any, server: LiveServer
 ) -> None:
@@ -267,18 +282,18 @@ def test_it_obeys_the_keyboard_and_stands_still_when_paused(
         assert watched.text("#zoom-value") == width
         page.keyboard.press(" ")
         assert watched.text("#pause") == "Live"
-        picture = page.evaluate("document.getElementById('lanes').toDataURL()")
+        picture = picture_of(watched)
         page.wait_for_timeout(700)
         # There and back draws it anew.
         page.keyboard.press("+")
         page.keyboard.press("-")
-        assert page.evaluate("document.getElementById('lanes').toDataURL()") == picture
+        assert picture_of(watched) == picture
         page.keyboard.press("[")
         first = watched.text("#readout")
         page.keyboard.press("[")
         second = watched.text("#readout")
         assert first.startswith("Step ") and second.startswith("Step ") and first != second
-        assert page.evaluate("document.getElementById('lanes').toDataURL()") != picture
+        assert picture_of(watched) != picture
         page.keyboard.press("End")
         assert watched.text("#pause") == "Pause"
         page.evaluate("document.activeElement.blur()")
@@ -512,7 +527,7 @@ def test_it_finds_the_server_again_after_a_restart(chromium: Any, server: LiveSe
     with opened(chromium, server, errors=ending) as watched:
         watched.wait_for(LIVE)
         server.process.terminate()
-        server.process.wait(30)
+        server.process.wait(PATIENCE_S)
         watched.wait_for("document.getElementById('status').dataset.status === 'lost'")
         again = start_server(*FLAGS, *FEW_RUN, port=server.reserved_port)
         try:
@@ -524,4 +539,4 @@ def test_it_finds_the_server_again_after_a_restart(chromium: Any, server: LiveSe
             watched.wait_for("document.querySelector('.travel button') !== null")
         finally:
             again.process.terminate()
-            assert again.process.wait(30) == 0
+            assert again.process.wait(PATIENCE_S) == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until
+from support.live_server import PATIENCE_S, LiveServer, live_server, wait_until
 from support.traced_events import read_events
 
 from sgl_pipeline.records.move_record import MoveRecord
@@ -20,6 +20,7 @@ from test.server.test_metrics_and_drain import Samples
 
 pytestmark = pytest.mark.multiproc
 PROMPTS = ["Repeat after me: one two", "What is 17 + 25?", "Spell the word house."]
+DONE_BY_HAND = {"outcome": "done", "wanted_by": "operator"}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +105,15 @@ def test_every_report_follows_the_plan_in_use(server: LiveServer, traces: Path) 
 
     total = len(shown["history"])
     name = "sgl_pipeline_layer_moves_total"
-    wait_until(lambda: Samples(server).value("sgl_pipeline_plan_epoch") == made["epoch"])
+
+    def has_both() -> bool:
+        """The epoch is told with the newest state, and a move when it is over."""
+        told = Samples(server)
+        epoch = told.value("sgl_pipeline_plan_epoch")
+        return (epoch, told.value(name, **DONE_BY_HAND)) == (made["epoch"], total)
+
+    wait_until(has_both)
     samples = Samples(server)
-    assert samples.value(name, outcome="done", wanted_by="operator") == total
     assert samples.value("sgl_pipeline_stage_layers", stage="1") == 9
     assert samples.value("sgl_pipeline_layer_move_seconds_count", outcome="done") == total
     for phase in ("copied", "patched"):
@@ -114,9 +121,13 @@ def test_every_report_follows_the_plan_in_use(server: LiveServer, traces: Path) 
         assert samples.value("sgl_pipeline_layer_move_bytes_total", phase=phase) == moved_bytes
 
     begun = f"layer move {made['move']} (operator): 8,8 to 7,9"
-    assert server.text.count(f"{begun} begins") == server.text.count(f"{begun} done in") == 1
-    moves = read_events(traces / "steps.jsonl", MoveRecord)
-    assert [one.move for one in moves] == list(range(total))
+    for said in (f"{begun} begins", f"{begun} done in"):
+        wait_until(lambda said=said: server.text.count(said) == 1)  # type: ignore[misc]
+
+    def moves() -> list[int]:
+        return [one.move for one in read_events(traces / "steps.jsonl", MoveRecord)]
+
+    wait_until(lambda: moves() == list(range(total)))
     assert {step.epoch for step in read_trace(traces / "steps.jsonl")} >= {0, made["epoch"]}
     names = [event["name"] for event in json.loads((traces / "steps.json").read_text())]
     assert names.count("switch to 7,9") == names.count("prepare 7,9") >= 1
@@ -221,7 +232,7 @@ def test_many_who_look_hold_up_nobody(server: LiveServer) -> None:
     finally:
         over.set()
         for looker in lookers:
-            looker.join(60)
+            looker.join(PATIENCE_S)
     assert statuses == {200}
 
 
@@ -229,9 +240,7 @@ def test_a_pause_does_not_hold_up_a_move(server: LiveServer) -> None:
     counts = [8, 8] if plan(server)["layer_counts"] != [8, 8] else [7, 9]
     requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=30)
     try:
-        started_s = time.monotonic()
         assert move(server, *counts)["outcome"] == "done"
-        assert time.monotonic() - started_s < 60.0  # --migration-timeout-s
     finally:
         requests.post(f"{server.url}/continue_generation", json={}, timeout=30)
     assert len(output_of(server, PROMPTS[2], 4)) == 4

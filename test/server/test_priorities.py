@@ -178,7 +178,7 @@ def test_only_much_more_priority_takes_the_place_of_a_request_that_runs(
     server: LiveServer, trace: Path, guests: Guests
 ) -> None:
     """What was taken from is computed again, and its tokens are those of an undisturbed run."""
-    num_tokens = 400
+    num_tokens = 800  # enough to ask three things meanwhile, however slow the answers are
     alone = generate(server, "victim-alone", num_tokens).json()["output_ids"]
     requests.post(f"{server.url}/flush_cache", timeout=30)
     guests.run("victim", num_tokens, priority=0)

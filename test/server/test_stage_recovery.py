@@ -11,7 +11,13 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until
+from support.live_server import (
+    PATIENCE_S,
+    LiveServer,
+    live_server,
+    wait_until,
+    wait_until_pages_are_back,
+)
 from support.streams import (
     FOR_MINUTES,
     NUM_TOKENS,
@@ -22,6 +28,7 @@ from support.streams import (
 )
 
 from benchmark.recovery.faulty_server import WISH_VARIABLE, ask_for
+from test.server.test_metrics_and_drain import Samples
 
 pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
 
@@ -45,7 +52,7 @@ def test_each_stage_is_killed_under_streams_and_nobody_notices_but_for_a_pause(d
             wait_until(lambda: server.facts()["is_recovering"])
             # A newcomer in the middle of it, and somebody who asks how the server is.
             streams.append(Stream(server.url, PROMPTS[0]))
-            assert requests.get(f"{server.url}/health", timeout=10).status_code == 200
+            assert requests.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
             for stream, alone in zip(streams, [*expected, expected[0]], strict=True):
                 stream.join().assert_whole(alone)
             newest = wait_until_recovered(server, number)[-1]
@@ -57,13 +64,15 @@ def test_each_stage_is_killed_under_streams_and_nobody_notices_but_for_a_pause(d
             replayed = server.facts()["replayed_tokens_of_stages"]
             assert replayed[stage] >= newest["replay_tokens"]
             assert stage == 1 or replayed[1] == 0
-        facts = server.facts()
-        assert facts["free_pages"] == facts["total_pages"]
-        metrics = requests.get(f"{server.url}/metrics", timeout=10).text
-        assert "sgl_pipeline_recovery_seconds_count" in metrics
-        assert "sgl_pipeline_replayed_tokens_total" in metrics
+        wait_until_pages_are_back(server)
+        wait_until(
+            lambda: (
+                {"sgl_pipeline_recovery_seconds_count", "sgl_pipeline_replayed_tokens_total"}
+                <= Samples(server).names
+            )
+        )
         processes = server.descendants()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert alive == [] and list(directory.iterdir()) == []
     assert set(os.listdir("/dev/shm")) <= shared_memory
     log = [line for line in server.text.splitlines() if "is lost" in line or "recovered" in line]
@@ -86,16 +95,14 @@ def test_each_stage_is_asked_to_leave_under_streams_and_hands_over_all_that_it_h
             assert newest["stages"] == [stage] and newest["is_planned"]
             assert newest["tokens"] == newest["replay_tokens"] == 0
             assert server.facts()["stage_pids"][stage] != process.pid
-            psutil.wait_procs([process], timeout=10)
+            psutil.wait_procs([process], timeout=PATIENCE_S)
             assert not psutil.pid_exists(process.pid) or process.status() == "zombie"
             # The successor serves, from the pages that it was given too.
             for stream, alone in zip(streams_of(server), expected, strict=True):
                 stream.join().assert_whole(alone)
-        facts = server.facts()
-        assert facts["free_pages"] == facts["total_pages"]
-        assert facts["replayed_tokens_of_stages"] == [0, 0]
-        metrics = requests.get(f"{server.url}/metrics", timeout=10).text
-        assert "sgl_pipeline_handover_seconds_count" in metrics
+        wait_until_pages_are_back(server)
+        assert server.facts()["replayed_tokens_of_stages"] == [0, 0]
+        wait_until(lambda: "sgl_pipeline_handover_seconds_count" in Samples(server).names)
     assert server.text.count("was asked to leave") == server.text.count("took over from") == 2
     assert "is lost" not in server.text and "Traceback" not in server.text
 
@@ -152,7 +159,7 @@ def test_a_stage_killed_while_layers_move_costs_the_move(directory):
         wait_until(lambda: requests.get(plan_url, timeout=30).json()["move_under_way"] is not None)
         psutil.Process(pids[0]).kill()
         psutil.Process(pids[1]).resume()
-        mover.join(30)
+        mover.join(PATIENCE_S)
         assert answers[0].status_code == 503 and "was lost" in answers[0].text
         for stream, alone in zip(streams, expected, strict=True):
             stream.join().assert_whole(alone)
@@ -174,10 +181,10 @@ def test_one_loss_too_many_ends_the_server_with_the_reason(directory):
         stream.join()
         finish = stream.last["meta_info"]["finish_reason"]
         assert stream.errors or finish["type"] == "abort", (stream.last, server.text[-3000:])
-        assert server.process.wait(15) not in (0, None)
-        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert server.process.wait(PATIENCE_S) not in (0, None)
+        _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
         assert alive == []
-        wait_until(lambda: list(directory.iterdir()) == [], timeout_s=5)
+        wait_until(lambda: list(directory.iterdir()) == [])
     assert "--max-stage-restarts" in server.text and "killed by signal 9" in server.text
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.multiproc
 
 TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SPAN = "text_completion tracer"
+PHASES = ("queue", "prefill", "decode")
 SECRET = "xylophone"
 
 
@@ -56,7 +57,7 @@ def whole_trace(collected: Collector) -> dict[str, CollectedSpan]:
 
     def is_complete() -> bool:
         names = [span.name for span in collected.of_trace(TRACE_ID)]
-        return SPAN in names and any(name.strip().startswith("Req") for name in names)
+        return {SPAN, *PHASES} <= {*names} and any(one.strip().startswith("Req") for one in names)
 
     wait_until(is_complete)
     time.sleep(0.5)
@@ -76,7 +77,7 @@ def test_a_request_is_one_trace_that_the_client_began(
     root, model = spans["root"], spans[SPAN]
     assert root.parent_id == CLIENT_SPAN and model.parent_id == root.span_id
     assert {span.service for span in spans.values()} == {"under test"}
-    phases = [spans[name] for name in ("queue", "prefill", "decode")]
+    phases = [spans[name] for name in PHASES]
     assert {span.parent_id for span in phases} == {model.span_id}
     moments = [root.start_ns, model.start_ns, phases[0].start_ns]
     moments += [span.end_ns for span in phases]
@@ -149,9 +150,9 @@ def test_what_the_client_does_not_sample_is_not_traced(
 def test_a_level_of_zero_ends_the_tracing_until_it_is_raised(
     traced: LiveServer, collecting: Collector
 ) -> None:
-    requests.post(f"{traced.url}/set_trace_level?level=0", timeout=10)
+    requests.post(f"{traced.url}/set_trace_level?level=0", timeout=30)
     chat(traced)
-    requests.post(f"{traced.url}/set_trace_level?level=3", timeout=10)
+    requests.post(f"{traced.url}/set_trace_level?level=3", timeout=30)
     chat(traced)
     whole_trace(collecting)
     assert collecting.named(SPAN) == []

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from support.live_server import PATIENCE_S
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -41,6 +42,7 @@ class Watched:
 
     def __init__(self, page: Any) -> None:
         self.page = page
+        page.set_default_timeout(1e3 * PATIENCE_S)
         self.errors: list[str] = []
         self.hosts: set[str] = set()
         page.on("console", self._on_console)
@@ -59,7 +61,7 @@ class Watched:
     def text(self, selector: str) -> str:
         return str(self.page.inner_text(selector))
 
-    def wait_for(self, expression: str, timeout_s: float = 20.0) -> None:
+    def wait_for(self, expression: str, timeout_s: float = PATIENCE_S) -> None:
         """Waits until a JavaScript expression is true, looking often: without `eval`, which the
         page's policy forbids."""
         import time
@@ -68,6 +70,12 @@ class Watched:
         while not self.page.evaluate(expression):
             assert time.monotonic() < deadline, f"not within {timeout_s} s: {expression}"
             time.sleep(0.05)
+
+    def wait_for_frames(self) -> None:
+        """Returns when what has happened to the page is drawn."""
+        self.page.evaluate(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
 
     def _on_console(self, message: Any) -> None:
         if message.type == "error":

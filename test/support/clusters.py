@@ -15,7 +15,7 @@ from sgl_pipeline.cluster.keys import write_identity
 from sgl_pipeline.cluster.secure_stream import SecureStream
 
 SECRET = b"a secret of the tests, long enough"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def host_directory(path: Path, secret: bytes = SECRET) -> str:

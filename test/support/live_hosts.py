@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from support.live_server import START_TIMEOUT_S
+from support.live_server import PATIENCE_S, START_TIMEOUT_S
 
 from benchmark.hosts.namespaces import Host, Network, hosts
 
@@ -44,7 +44,7 @@ class HostProcess:
     def text(self) -> str:
         return "".join(self.lines)
 
-    def until(self, words: str, timeout_s: float = 30.0) -> str:
+    def until(self, words: str, timeout_s: float = START_TIMEOUT_S) -> str:
         """The first line that has these words. Fails where it does not come in time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -58,7 +58,7 @@ class HostProcess:
         """Ends it as Ctrl-C would; the exit code."""
         self.process.terminate()
         try:
-            return self.process.wait(30)
+            return self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
@@ -107,7 +107,7 @@ class LiveHosts:
         """The scheduler's part of /server_info."""
         return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
 
-    def until(self, what: str, timeout_s: float = 60.0) -> None:
+    def until(self, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until `what`, a Python expression over `facts`, is true."""
         deadline_s = time.monotonic() + timeout_s
         while not eval(what, {}, {"facts": (facts := self.facts())}):
@@ -142,7 +142,7 @@ def tokens_of(url: str, prompt: str, num_tokens: int = NUM_TOKENS) -> list[int]:
     """What a server answers, greedily."""
     sampling = {"max_new_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
     body = {"text": prompt, "sampling_params": sampling}
-    answer = requests.post(f"{url}/generate", json=body, timeout=120)
+    answer = requests.post(f"{url}/generate", json=body, timeout=START_TIMEOUT_S)
     answer.raise_for_status()
     return list(answer.json()["output_ids"])
 
@@ -164,7 +164,7 @@ def live_hosts(
         for rank in reversed(range(count)):  # the head comes last: agents wait for it
             live.processes[rank] = live.start(rank)
         while_starting(live)
-        live.head.until("Ready:", START_TIMEOUT_S)
+        live.head.until("Ready:")
         yield live
 
 

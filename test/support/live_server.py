@@ -21,7 +21,10 @@ import requests
 from support.ports import number_of, reserve_port
 from support.warm_launcher import ForkedServer, WarmLauncher
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 400.0
+# How long a test waits for what takes moments: it ends a test that hangs, also on a machine many
+# times slower than usual, and says nothing of speed. Clients wait for answers longer than this.
+PATIENCE_S = 90.0
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("-m", "sgl_pipeline.launch_server")
 
@@ -80,7 +83,7 @@ class LiveServer:
         """The scheduler's part of /server_info."""
         return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
 
-    def wait_for_end(self, timeout_s: float) -> int:
+    def wait_for_end(self, timeout_s: float = PATIENCE_S) -> int:
         """The exit code of a server that ends by itself; `text` is then all of its output."""
         code = self.process.wait(timeout_s)
         self.reader.join(timeout_s)
@@ -90,7 +93,7 @@ class LiveServer:
         return requests.post(f"{self.url}/generate", json=body, timeout=120)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Fails unless `condition()` comes true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -148,12 +151,14 @@ def live_server(
     finally:
         server.process.terminate()
         try:
-            server.process.wait(20)
+            server.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             for process in server.descendants():
                 process.kill()
             server.process.kill()
             server.process.wait()
+        # `text` is then all that it has printed.
+        server.reader.join(PATIENCE_S)
 
 
 def wait_until_ready(server: LiveServer) -> None:
@@ -174,3 +179,14 @@ def wait_until_idle(server: LiveServer) -> None:
         return bool(facts["num_running_requests"] == facts["num_waiting_requests"] == 0)
 
     wait_until(is_idle)
+
+
+def wait_until_pages_are_back(server: LiveServer) -> None:
+    """Fails unless soon every page is free, or cached and free for who needs it: a step in flight
+    holds those of requests that have ended until it has come back."""
+
+    def are_back() -> bool:
+        facts = server.facts()
+        return bool(facts["free_pages"] == facts["total_pages"])
+
+    wait_until(are_back)

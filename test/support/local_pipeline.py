@@ -170,11 +170,20 @@ class LocalPipeline:
 
     def obey(self, order: Any) -> None:
         """All stages obey an order between steps."""
+        if isinstance(order, PrepareMove):
+            self._read_weights(order.plan)
         for mover in self.movers:
             _obey(mover, order)
         while any(mover.has_rest and not mover.send_rest() for mover in self.movers):
             for mover in self.movers:
                 mover.work()
+
+    def _read_weights(self, plan: StagePlan) -> None:
+        """With the weights of `plan` at hand, what happens when depends on no thread."""
+        for stage, runner in enumerate(self.runners):
+            layers = runner.held_layers
+            for layer in sorted({*plan.layers_of(stage)} - {*layers.held, *layers.spare}):
+                layers.keep_spare(layers.model.read_layer(layer))
 
     def has_more(self) -> bool:
         """True if requests wait for something other than a step."""
@@ -198,10 +207,7 @@ class LocalPipeline:
         return record
 
     def _mover(self, stage: int, runner: StageRunner, plan: StagePlan) -> LayerMover[torch.Tensor]:
-        # With all weights at hand, what happens when depends on no thread.
         layers = range(plan.num_layers)
-        for layer in set(layers) - set(plan.layers_of(stage)):
-            runner.held_layers.keep_spare(runner.held_layers.model.read_layer(layer))
         site = StageSite(runner, layers, plan.num_layers, attend=_nobody_speaks)
         links = StagePageLinks(
             (f"unix:{self._directory.name}",) * plan.num_stages, stage, site.row_bytes, ""

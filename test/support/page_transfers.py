@@ -34,7 +34,7 @@ PLACE = StorePlace(backend="memory", address="", digest=DIGEST, save_bytes_per_s
 # No peer reaches this stage.
 NOWHERE = PeerSite("", "")
 NUM_PAGES = 8
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 _SHAPE = AttentionShape(
     num_query_heads=2,

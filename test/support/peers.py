@@ -40,7 +40,7 @@ from sgl_pipeline.wire.store_orders import (
 )
 
 Shapes = Sequence[AttentionShape]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def offer_order(

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import requests
-from support.live_server import LiveServer, start_server, wait_until, wait_until_ready
+from support.live_server import (
+    PATIENCE_S,
+    START_TIMEOUT_S,
+    LiveServer,
+    start_server,
+    wait_until,
+    wait_until_ready,
+)
 from support.ports import number_of, reserve_port
 from support.router import FOLDER
 
@@ -21,7 +28,6 @@ PAGE_SIZE = 16
 SAME_TOKENS = ("--dtype", "float32", "--cpu-threads-per-stage", "1")
 KEY = {KEY_VARIABLE: "a key of the tests, as long as is needed"}
 _WATCHFUL = ("--health-check-interval-secs", "1", "--worker-startup-check-interval", "1")
-_FOUND_TIMEOUT_S = 180.0
 
 
 @dataclass
@@ -81,7 +87,7 @@ def is_at_rest(server: LiveServer) -> bool:
 def num_healthy(router: str) -> int:
     """The servers to which the router sends requests."""
     try:
-        workers = requests.get(f"{router}/workers", timeout=10).json()["workers"]
+        workers = requests.get(f"{router}/workers", timeout=PATIENCE_S).json()["workers"]
     except requests.ConnectionError:
         return 0
     return sum(one["is_healthy"] for one in workers)
@@ -131,7 +137,7 @@ def servers_apart(
         process = subprocess.Popen(command, env=router_environment(str(FOLDER)))
         stack.callback(stop, process)
         url = f"http://{HOST}:{ports.router}"
-        wait_until(lambda: num_healthy(url) == len(started) - 1, _FOUND_TIMEOUT_S)
+        wait_until(lambda: num_healthy(url) == len(started) - 1, START_TIMEOUT_S)
         addresses = [f"http://{HOST}:{number}" for number in bootstraps]
         yield Apart(url, prefill, decode, started[-1], addresses)
 
@@ -140,7 +146,7 @@ def stop(process: Any) -> None:
     """Ends a server or the router, by force if need be."""
     process.terminate()
     try:
-        process.wait(20)
+        process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -13,7 +13,7 @@ from support.minimal_messages import minimal_fields
 
 pytestmark = pytest.mark.multiproc
 
-ROUTE_TIMEOUT_S = 20.0
+ROUTE_TIMEOUT_S = 90.0
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 GENERATE = {"text": "a", "sampling_params": {"max_new_tokens": 2}}
 SCORE = {"model": "m", "query": "a", "items": ["b"], "label_token_ids": [1, 2]}

@@ -130,7 +130,7 @@ def test_a_server_with_viewers_stops_as_soon_as_one_without() -> None:
         assert [next(stream)[0] for stream in streams] == ["hello"] * 3
         server.process.terminate()
         # Uvicorn by itself would wait for the viewers for ever.
-        assert server.process.wait(20) == 0
+        assert server.wait_for_end() == 0
         for stream in streams:
             assert {name for name, _ in stream} <= {"tick"}, "it ends in order"
         assert "Traceback" not in server.text, server.text

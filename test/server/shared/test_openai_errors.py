@@ -5,7 +5,7 @@ import threading
 import openai
 import pytest
 import requests
-from support.live_server import wait_until
+from support.live_server import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.multiproc
 MODEL = "sgl-pipeline-demo"
@@ -85,5 +85,5 @@ def test_a_request_can_be_aborted_by_its_id(client, demo_server):
     wait_until(lambda: demo_server.facts()["num_running_requests"] == 1)
     abort = {"rid": "to-be-ended"}
     requests.post(f"{demo_server.url}/abort_request", json=abort, timeout=30).raise_for_status()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert replies[0].choices[0].finish_reason == "abort"

@@ -8,7 +8,7 @@ import unittest
 import pytest
 import requests
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
-from support.live_server import LiveServer, wait_until
+from support.live_server import PATIENCE_S, LiveServer, wait_until
 
 pytestmark = pytest.mark.multiproc
 
@@ -31,9 +31,9 @@ def post(server: LiveServer, path: str, **body: object) -> requests.Response:
 
 
 def long_request(server: LiveServer) -> tuple[threading.Thread, list[requests.Response]]:
-    """A running request of 250 tokens, and where its answer will be."""
+    """A running request of 500 tokens, and where its answer will be."""
     answers: list[requests.Response] = []
-    sampling = {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": 500, "ignore_eos": True}
 
     def ask() -> None:
         answers.append(server.generate(text="Say: one two", sampling_params=sampling))
@@ -46,7 +46,7 @@ def long_request(server: LiveServer) -> tuple[threading.Thread, list[requests.Re
 
 def text_of(server: LiveServer) -> str:
     thread, answers = long_request(server)
-    thread.join(60)
+    thread.join(PATIENCE_S)
     return answers[0].json()["text"]
 
 
@@ -63,7 +63,7 @@ def test_a_pause_that_retracts_lets_the_cache_be_flushed_and_changes_no_answer(
     wait_until(lambda: post(demo_server, "flush_cache").status_code == 200)
     assert demo_server.facts()["free_pages"] == facts["total_pages"]
     assert post(demo_server, "continue_generation").status_code == 200
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert answers[0].json()["text"] == expected
     assert answers[0].json()["meta_info"]["num_retractions"] == 1
     assert requests.get(f"{demo_server.url}/ready", timeout=30).status_code == 200
@@ -76,18 +76,18 @@ def test_requests_wait_and_can_be_aborted_while_paused(demo_server: LiveServer) 
     newcomer = threading.Thread(target=lambda: answers.append(demo_server.generate(text="a")))
     newcomer.start()
     post(demo_server, "abort_request", abort_all=True).raise_for_status()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
     assert newcomer.is_alive()
     post(demo_server, "continue_generation").raise_for_status()
-    newcomer.join(60)
+    newcomer.join(PATIENCE_S)
     assert answers[1].status_code == 200
 
 
 def test_a_pause_in_mode_abort_ends_what_runs(demo_server: LiveServer) -> None:
     thread, answers = long_request(demo_server)
     post(demo_server, "pause_generation").raise_for_status()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert answers[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
     post(demo_server, "continue_generation").raise_for_status()
     assert demo_server.generate(text="a").status_code == 200

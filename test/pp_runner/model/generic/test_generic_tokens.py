@@ -187,14 +187,15 @@ def test_tokens_in_bf16_do_not_depend_on_company_cuts_and_losses(
 
 # Wide enough that torch's own products of one row and of many differ in their last bits.
 WIDE = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
+WIDE_EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 512}
 WIDE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"intermediate_size": 1536}),
     "gemma3": ("gemma3_text", {"intermediate_size": 1536, "sliding_window": 8}),
-    "qwen3-moe": ("qwen3_moe", {"num_experts": 16, "moe_intermediate_size": 512}),
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 16, "intermediate_size": 512}),
+    "qwen3-moe": ("qwen3_moe", {**WIDE_EXPERTS, "num_experts": 8}),
+    "gpt-oss": ("gpt_oss", {**WIDE_EXPERTS, "num_local_experts": 8, "intermediate_size": 512}),
     "glm4-moe": (
         "glm4_moe",
-        {"n_routed_experts": 16, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 512},
+        {**WIDE_EXPERTS, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     ),
 }
 
