@@ -1,4 +1,4 @@
-"""The reply to a request that our own routes and checks refuse, in the form of upstream's errors."""
+"""The reply to a request that our own routes and checks refuse, as upstream writes its errors."""
 
 from http import HTTPStatus
 

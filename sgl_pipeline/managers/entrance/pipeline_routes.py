@@ -209,4 +209,3 @@ def _no_answer(timeout_s: float) -> Response:
         "and GET /pipeline/plan shows how it ends",
         504,
     )
-
