@@ -1,5 +1,5 @@
-"""What drafts gained on `draft_speed`'s servers, from their traces or an older result, and what was
-predicted.
+"""Gains of drafts: as measured on `draft_speed`'s servers, by their traces or an older result, and
+as predicted.
 
 The texts of a kind are cut into halves with as many of each of its forms: what is known of one half
 predicts the other.
