@@ -11,6 +11,7 @@ weights are asked with random ids: greedy, they fall into loops, which drafts fo
 temperature 1 no draft is right. Answers must be the same tokens, or the exit code is 1.
 """
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from benchmark.support.machine import usable_cores
 from benchmark.support.measured_models import MODELS, measured_model
 from benchmark.support.measured_runs import turns
 from benchmark.support.paths import SCRATCH
+from sgl_pipeline.errors import ConfigurationError
 
 _DRAFTS = "--speculative-algorithm NGRAM"
 _OFF, _ON = "off", "on"
@@ -86,8 +88,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(options: Options) -> Report:
-    model = measured_model(options.model)
     preset = PRESETS.get(options.model)
+    if preset is not None and options.kind:
+        raise ConfigurationError(
+            f"{options.model} has random weights, which are asked with random ids: leave out "
+            f"--kind, or choose --model {', '.join(MODELS)}"
+        )
+    model = measured_model(options.model)
     if preset is None:
         known_ids = chat_ids(model.directory)
         prompts = {kind: known_ids[kind] for kind in options.kind or KINDS}
@@ -154,8 +161,8 @@ def random_ids(vocab_size: int) -> dict[str, list[list[int]]]:
 
 
 def loads_of(prompts: Mapping[str, Sequence[Sequence[int]]], clients: int) -> list[Load]:
-    """The loads of so many clients: each kind by itself for one; for several all kinds, from the
-    first again where there are fewer prompts than clients."""
+    """The loads of so many clients: each kind by itself for one; for several all that there are,
+    from the first again where there are fewer prompts than clients."""
     of_kinds = [
         Load(kind, 1, tuple(map(tuple, of_kind)), (SCHEMAS.get(kind, ""),) * len(of_kind))
         for kind, of_kind in prompts.items()
@@ -166,7 +173,8 @@ def loads_of(prompts: Mapping[str, Sequence[Sequence[int]]], clients: int) -> li
     schemas = tuple(chain.from_iterable(zip(*(one.schemas for one in of_kinds), strict=True)))
     count = max(clients, len(in_turn))
     asked, held = (tuple(islice(cycle(each), count)) for each in (in_turn, schemas))
-    return [Load(_ALL_KINDS, clients, asked, held)]
+    name = _ALL_KINDS if len(prompts) > 1 else of_kinds[0].kind
+    return [Load(name, clients, asked, held)]
 
 
 def ratios(runs: Sequence[Answers]) -> dict[str, list[float]]:
@@ -210,10 +218,32 @@ def unequal(runs: Sequence[Answers]) -> list[str]:
     ]
 
 
+def whole_answer(label: str, reply: Mapping[str, Any], schema: str) -> tuple[int, ...]:
+    """The tokens of an answer of the server `label`.
+
+    Args:
+        reply: to `/generate`.
+        schema: that the answer must keep where it ended by itself; empty: none.
+
+    Raises EngineFailure for an answer that was aborted or keeps to no schema.
+    """
+    reason = reply["meta_info"]["finish_reason"]
+    if reason["type"] not in ("stop", "length"):
+        raise EngineFailure(f"{label}: an answer ended by {reason}")
+    if schema and reason["type"] == "stop":
+        try:
+            keys = set(json.loads(reply["text"]))
+        except (ValueError, TypeError):
+            keys = set()
+        if missing := sorted(set(json.loads(schema)["required"]) - keys):
+            raise EngineFailure(f"{label}: an answer has no {missing[0]}: {reply['text'][:300]}")
+    return tuple(reply["output_ids"])
+
+
 def _ask_all(
     engine: Engine, drafts: str, load: Load, round_number: int, sampling: Mapping[str, Any]
 ) -> Answers:
-    """Raises EngineFailure for a request that fails."""
+    """Raises EngineFailure for a request that fails, or an answer that is not whole."""
 
     def ask(prompt: Sequence[int], schema: str) -> tuple[int, ...]:
         held = {"json_schema": schema} if schema else {}
@@ -221,7 +251,7 @@ def _ask_all(
         reply = requests.post(f"{engine.base_url}/generate", json=body, timeout=_TIMEOUT_S)
         if reply.status_code != 200:
             raise EngineFailure(f"{engine.label}: status {reply.status_code}: {reply.text[:300]}")
-        return tuple(reply.json()["output_ids"])
+        return whole_answer(engine.label, reply.json(), schema)
 
     with ThreadPoolExecutor(load.clients) as clients:
         began_s = time.monotonic()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmark.support.paths import DOCS, ROOT
 
+PROMPTS_EACH = 8  # of each kind
 _PACKAGE = ROOT / "sgl_pipeline"
 _RENAMED = (
     ("scheduling/decode_reserve.py", "pipeline_depth", "num_stages"),

@@ -50,7 +50,7 @@ class MovePrices:
         self._count_slots = count_slots
         self._are_free = args.layer_price_s == 0.0
         self._moves: deque[_Move] = deque(maxlen=LAST_MOVES)
-        # The price of a byte by the last moves that had any, and how much they tell of it.
+        # The price of a byte by the last moves that patched any, and how much they tell of it.
         self._bytes_s: deque[tuple[float, int]] = deque(maxlen=LAST_MOVES)
 
     def of(self, layers: Sequence[int]) -> float:
@@ -69,13 +69,13 @@ class MovePrices:
         worked `shared_s` for the move before that.
 
         A byte took no longer than steps waited for one, and all in use no longer than the move. The
-        rest is the layers' own.
+        rest is the layers' own. Where no byte was patched, no step waited for one, and the move
+        says nothing of their price.
         """
         cost_s = stalled_s + shared_s
         state_bytes = self._bytes_in_use(layers)
-        if state_bytes:
-            most_s = stalled_s / patched_bytes if patched_bytes else float("inf")
-            byte_s = min(cost_s / state_bytes, most_s)
+        if state_bytes and patched_bytes:
+            byte_s = min(cost_s / state_bytes, stalled_s / patched_bytes)
             if state_bytes < MANY_BYTES:
                 byte_s = min(byte_s, self._args.state_byte_price_s)
             self._bytes_s.append((byte_s, min(state_bytes, MANY_BYTES)))

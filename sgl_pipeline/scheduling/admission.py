@@ -76,11 +76,10 @@ class Admission:
             running = turns.first()
             head = self._waiting.head() if may_admit else None
             if head is not None and shares.goes_first(head, running):
-                newcomer = self._admit_next()
-                may_admit = newcomer is not None
-                if newcomer is None:
+                request = self._admit_next()
+                if request is None:
+                    may_admit = False
                     continue
-                request = newcomer
                 if shares.tenants.has_saved(request.tenant):
                     room.stretch(_seen(request), request.remaining_prefill)
             elif running is not None:
@@ -149,11 +148,11 @@ class Admission:
         Must run before the budget is set: a budget is a share of waiting and decoding requests, and
         this changes both.
         """
-        threshold = self._preemption_threshold
         if self._must_wait_for_readers:
             return
         if self._shares is not None:
             self._make_room_by_shares(self._shares)
+        threshold = self._preemption_threshold
         if threshold is None:
             return
         head = self._waiting.head()

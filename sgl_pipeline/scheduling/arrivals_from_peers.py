@@ -85,9 +85,7 @@ class ArrivalsFromPeers:
 
     def queued(self, request: Request) -> bool:
         """True if `request`, which has entered the queue or lost its load, is held here."""
-        if not self.is_on or request.room is None:
-            return False
-        if request.num_retractions:
+        if not self.is_on or request.room is None or request.num_retractions:
             return False
         arrival = self._held.get(request)
         if arrival is None:

@@ -67,7 +67,7 @@ class _Drafter:
         """The chances that the tokens of `draft` are right, each if those before it are."""
         return [self.acceptance[kind].chance for kind in draft.kinds]
 
-    def goes(self, draft: Draft) -> None:
+    def note_step(self, draft: Draft) -> None:
         """The request's next step has `draft`. A kind that it has none of is slowly forgotten."""
         self.draft = draft
         for kind, acceptance in self.acceptance.items():
@@ -120,7 +120,7 @@ class Drafts:
         ]
         counts = draft_budget(load.step_times, work, chances, is_alone=is_alone)
         extended = [
-            self._go(chunk, draft.first(count))
+            self._drafted(chunk, draft.first(count))
             for chunk, draft, count in zip(chunks, drafts, counts, strict=True)
         ]
         return sorted(extended, key=lambda chunk: chunk.length > 1)
@@ -182,12 +182,12 @@ class Drafts:
             request.drafts.note_none()
         return draft
 
-    def _go(self, chunk: Chunk, draft: Draft) -> Chunk:
-        """The chunk with as much of `draft` as there are pages for."""
+    def _drafted(self, chunk: Chunk, draft: Draft) -> Chunk:
+        """The chunk of the next step, which its request's drafter learns from."""
         drafter = self._drafters.get(chunk.request)
         if drafter is None:
             return chunk
-        drafter.goes(draft)
+        drafter.note_step(draft)
         return self._with_draft(chunk, draft.token_ids)
 
     def _with_draft(self, chunk: Chunk, draft: tuple[int, ...]) -> Chunk:

@@ -3,8 +3,8 @@
 `tenants.py` counts, `fair_order.py` orders what waits, `fair_victims.py` takes back,
 `short_steps.py` bounds how long a newcomer follows the steps on their way. Prefill of a
 step goes chunk by chunk to the tenant with the least virtual time, whether the request runs or
-waits. Decodes take turns, whoever's they are: their number is a matter of admission, and they are
-counted as service.
+waits. Decodes of all tenants take turns: their number is a matter of admission, and they count as
+service.
 """
 
 from collections.abc import Callable

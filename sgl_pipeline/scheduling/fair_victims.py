@@ -100,15 +100,7 @@ class FairVictims:
         own = holdings.pop(head.tenant, _Holding(self._tenants.weight_of(head.tenant)))
         num_pages = self._pages.missing_pages(head, self._waiting.path_of(head))
         missing_pages = num_pages + self._running.num_growing - self._pages.num_available
-        rank = self._tenants.get(head.tenant).rank
-        givers = [
-            one
-            for one in self._idle(head)
-            if one.tenant != head.tenant
-            and one is not holdings[one.tenant].first
-            and one.order[0] >= head.order[0]
-            and self._tenants.get(one.tenant).rank > rank
-        ]
+        givers = self._givers(head, holdings)
         victims: list[Request] = []
         while missing_pages > 0 or missing_places > 0:
             able = [
@@ -127,6 +119,18 @@ class FairVictims:
             missing_pages -= len(victim.pages) + 1  # and the page that is kept for its growth
             missing_places -= 1
         return victims
+
+    def _givers(self, head: Request, holdings: dict[str, _Holding]) -> list[Request]:
+        """The running requests of other tenants that may give to `head` at all."""
+        rank = self._tenants.get(head.tenant).rank
+        return [
+            one
+            for one in self._idle(head)
+            if one.tenant != head.tenant
+            and one is not holdings[one.tenant].first
+            and one.order[0] >= head.order[0]
+            and self._tenants.get(one.tenant).rank > rank
+        ]
 
     def _may_give_place(self, head: Request) -> bool:
         """True if some tenant runs enough requests to give a place to that of `head`. Where places

@@ -198,16 +198,7 @@ class KvTier:
         wanted = _NOTHING
         if may_transfer and now_s >= self._rests_until_s:
             wanted = UseStore(self._place, self._peers)
-        must_forget = self._gives_any and not may_transfer
-        if wanted != self._stages_use or must_forget:
-            # Where the stages use none and offer nothing, nothing is lost, and lookups go on.
-            has_any = self._stages_use != _NOTHING or self._gives_any
-            if has_any and not self._is_stale:
-                self.interrupt()
-            self._is_stale = True
-        if self._is_stale and (
-            wanted != _NOTHING or self._stages_use != _NOTHING or self._gives_any
-        ):
+        if self._must_hear_of(wanted, may_transfer=may_transfer):
             self._stages_use = wanted
             self.held.has_offers = self.lent.has_leases = False
             yield wanted
@@ -228,6 +219,17 @@ class KvTier:
         if self.is_on:
             yield from self._save_orders(owed)
 
+    def _must_hear_of(self, wanted: UseStore, *, may_transfer: bool) -> bool:
+        """True if the stages are to be told what is `wanted`; cancels what runs by other orders."""
+        if wanted != self._stages_use or (self._gives_any and not may_transfer):
+            # Where the stages use none and offer nothing, nothing is lost, and lookups go on.
+            has_any = self._stages_use != _NOTHING or self._gives_any
+            if has_any and not self._is_stale:
+                self.interrupt()
+            self._is_stale = True
+        knows_any = wanted != _NOTHING or self._stages_use != _NOTHING or self._gives_any
+        return self._is_stale and knows_any
+
     def take(self, report: StoreReport, plan: StagePlan) -> None:
         """Applies a stage's report; that of a cancelled transfer has no effect. Raises
         ProtocolError, without any other effect, for one that no stage of `plan` could send now."""
@@ -246,7 +248,7 @@ class KvTier:
             )
         self.saves.take(report, plan.num_stages)
 
-    def starves(self, now_s: float) -> None:
+    def note_starved(self, now_s: float) -> None:
         """Notes that no step runs, and that a request which could lacks pages."""
         if self._starves_since_s is None:
             self._starves_since_s = now_s
@@ -256,7 +258,7 @@ class KvTier:
         """True if this was so when a step was last looked for."""
         return self._starves_since_s is not None
 
-    def runs(self) -> None:
+    def note_step(self) -> None:
         """Notes that a step begins."""
         self._starves_since_s = None
 

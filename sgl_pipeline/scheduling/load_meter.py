@@ -3,6 +3,8 @@
 It looks at individual requests only while they are being prefilled, and changes nothing.
 """
 
+from typing import NamedTuple
+
 from sgl_pipeline.args import Accounting
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.decode_reserve import DecodeReserve
@@ -13,6 +15,15 @@ from sgl_pipeline.scheduling.steps_in_flight import StepsInFlight
 from sgl_pipeline.scheduling.waiting_queue import WaitingQueue
 from sgl_pipeline.step_work import StepTimes, attended_tokens
 from sgl_pipeline.throttle import PipelineLoad
+
+
+class _Unscheduled(NamedTuple):
+    """Prompt tokens of running requests that are not scheduled yet: all, the tokens that they
+    attend to, and those of the request that is first in order."""
+
+    tokens: int
+    attended_tokens: int
+    first_prompt_tokens: int
 
 
 class LoadMeter:
@@ -40,19 +51,11 @@ class LoadMeter:
         """The load now, its tokens and pages counted by `accounting`; `now_s` is the clock of
         `Request.arrival_s`, in seconds."""
         running, pages = self._running, self._pages
-        unscheduled = unscheduled_attended = 0
-        first: Request | None = None
-        for request in running.prefilling:
-            start, end = request.num_scheduled, request.prefill_end
-            unscheduled += end - start
-            if first is None or request.order < first.order:
-                first = request
-            if request.lease is None:
-                unscheduled_attended += attended_tokens(start, end)
+        prefilling = self._prefilling()
         return PipelineLoad(
             step_id=self._in_flight.next_id,
             pipeline_depth=self._in_flight.limit,
-            waiting_tokens=self._waiting.tokens_to_compute(accounting) + unscheduled,
+            waiting_tokens=self._waiting.tokens_to_compute(accounting) + prefilling.tokens,
             loading_tokens=self._tier.loads.loading_tokens,
             prompts=len(self._waiting) + len(running.prefilling),
             running_decodes=len(running.decoding),
@@ -65,13 +68,25 @@ class LoadMeter:
             total_pages=pages.num_pages,
             steps_in_flight=len(self._in_flight),
             waiting_attended_tokens=self._waiting.attended_to_compute(accounting)
-            + unscheduled_attended,
+            + prefilling.attended_tokens,
             decode_attended_tokens=running.attended_tokens,
             step_times=step_times,
             work_in_flight=self._in_flight.work,
-            first_prompt_tokens=0 if first is None else first.remaining_prefill,
+            first_prompt_tokens=prefilling.first_prompt_tokens,
             newest_wait_ms=1e3 * (now_s - self._newest_arrival_s(now_s)),
         )
+
+    def _prefilling(self) -> _Unscheduled:
+        tokens = attended = 0
+        first: Request | None = None
+        for request in self._running.prefilling:
+            start, end = request.num_scheduled, request.prefill_end
+            tokens += end - start
+            if first is None or request.order < first.order:
+                first = request
+            if request.lease is None:
+                attended += attended_tokens(start, end)
+        return _Unscheduled(tokens, attended, 0 if first is None else first.remaining_prefill)
 
     def _newest_arrival_s(self, now_s: float) -> float:
         """The newest arrival among requests whose prompt is not scheduled whole; now if there are

@@ -30,8 +30,7 @@ class Demand:
     @classmethod
     def in_flight(cls, request: Request, page_size: int) -> "Demand":
         """The demand of a running request whose prompt has been scheduled."""
-        num_cached = request.cached_tokens // page_size if request.lease is None else 0
-        return cls(request, 0, 0, len(request.pages) - num_cached)
+        return cls(request, 0, 0, len(request.pages) - _num_cached(request, page_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,5 +125,10 @@ def _queued(
 def _running(request: Request, pages: RequestPages) -> Demand:
     remaining = request.remaining_prefill
     pages_in_all = max(pages.pages_of(request, request.prefill_end), len(request.pages))
-    num_cached = request.cached_tokens // pages.page_size if request.lease is None else 0
-    return Demand(request, remaining, pages_in_all - len(request.pages), pages_in_all - num_cached)
+    held_pages = pages_in_all - _num_cached(request, pages.page_size)
+    return Demand(request, remaining, pages_in_all - len(request.pages), held_pages)
+
+
+def _num_cached(request: Request, page_size: int) -> int:
+    """Pages of a running request that were cached before it: none here if it has a lease."""
+    return request.cached_tokens // page_size if request.lease is None else 0

@@ -127,16 +127,8 @@ class PageLoads:
         spare = self._pages.num_available - num_reserved - awaited
         room = min(spare, most - awaited - self.loading_pages)
         blocked: list[Wish] = []
-        while spare > 0 and (wish := self._wishes.pop_found()) is not None:
-            path = self._waiting.path_of(wish.request)
-            match = self._storage.match(path)
-            if self._demand.claimed_node(path) is not None:
-                # Parked with it held: it goes on behind what another request or load brings.
-                blocked.append(wish)
-                continue
-            if match.end < wish.start:
-                self._wishes.ask_again(wish)  # evicted since: more is missing than was asked for
-                continue
+        while spare > 0 and (found := self._pop_loadable(blocked)) is not None:
+            wish, path, match = found
             num_lacking = len(wish.lacking(match, self._pages.page_size))
             if wish.source:
                 has_room = self._has_room_for_prompt(wish, path, match, awaited)
@@ -150,11 +142,9 @@ class PageLoads:
             if wish.source:
                 load = self._start_from_peer(wish, match, now_s, is_owed=is_owed)
             else:
-                load = None
-                if is_owed:
-                    self._counts.miss("owed", num_lacking * self._pages.page_size)
-                else:
-                    load = self._start(wish, path, rules, times, max(0, room))
+                load = self._start_from_store(
+                    wish, match, rules, times, max(0, room), is_owed=is_owed
+                )
                 self._waiting.let_go(wish.request)
             if load is None:
                 continue
@@ -165,6 +155,21 @@ class PageLoads:
             yield _order_of(load)
         for wish in blocked:
             self._wishes.put_back(wish)
+
+    def _pop_loadable(self, blocked: list[Wish]) -> tuple[Wish, RadixNode, RadixNode] | None:
+        """The next found wish that can be loaded, the node of its prefix, and what is cached of
+        that; appends those that must wait to `blocked`. None if there is none."""
+        while (wish := self._wishes.pop_found()) is not None:
+            path = self._waiting.path_of(wish.request)
+            match = self._storage.match(path)
+            if self._demand.claimed_node(path) is not None:
+                # Parked with it held: it goes on behind what another request or load brings.
+                blocked.append(wish)
+            elif match.end < wish.start:
+                self._wishes.ask_again(wish)  # evicted since: more is missing than was asked for
+            else:
+                return wish, path, match
+        return None
 
     def give_up_late(self, now_s: float, rules: TierRules) -> None:
         """Requests that are parked for a load for too long compute what has not come."""
@@ -248,18 +253,27 @@ class PageLoads:
         held = self._arrivals.holds
         return sum(num_pages for one, num_pages in self._awaited.items() if not held(one))
 
-    def _start(
+    def _start_from_store(
         self,
         wish: Wish,
-        path: RadixNode,
+        match: RadixNode,
         rules: TierRules,
         times: StepTimes | None,
         room: int,
+        *,
+        is_owed: bool,
     ) -> PageLoad | None:
-        """Begins the load of what `wish` lacks, if it is worth it."""
+        """Begins the load of what `wish` lacks behind `match`, if it is worth it.
+
+        Args:
+            room: most pages.
+            is_owed: the pages of `match` may be forgotten at any time.
+        """
         size = self._pages.page_size
-        match = self._storage.match(path)
         records = wish.lacking(match, size)
+        if is_owed:
+            self._counts.miss("owed", len(records) * size)
+            return None
         self._counts.miss("device_covered", (len(wish.records) - len(records)) * size)
         if len(records) * size < rules.least_tokens:
             self._counts.miss("below_threshold", len(records) * size)

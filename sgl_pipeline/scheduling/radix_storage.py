@@ -22,7 +22,7 @@ MAX_SPARED = 64
 
 
 class StorageWatch(Protocol):
-    """Whoever must know which nodes have pages."""
+    """Hears which nodes get pages and lose them."""
 
     def on_cached(self, node: RadixNode) -> None:
         """`node` has just been cached."""

@@ -66,29 +66,36 @@ class ShortSteps:
         if times is None or not self._cost_share or not budget.prefill_tokens:
             return budget
         decodes = _decodes_of(budget, load)
-        alone_ms = times.step_ms(decodes) if decodes.tokens else 0.0
-        least_ms = max(
-            LEAST_STEPS * times.step_ms(StepWork(1, 0, 0, 1, 1)), (1.0 + MIN_GROWTH) * alone_ms
-        )
-        step_ms = max(least_ms, (self._mean_ms or 0.0) / FILLED_SHARE)
+        least_ms = _least_ms(decodes, times)
         limit = budget.time
         if limit is not None and limit.step_ms <= least_ms:
             return budget
         whole = _with_prefill(decodes, budget.prefill_tokens, load)
-        cheap_ms = shortest_ms(whole, times, self._cost_share)
-        step_ms = max(least_ms, min(step_ms, cheap_ms))
+        step_ms = self._bound_ms(whole, least_ms, times)
         newcomer_ms = step_ms * (1.0 + 1.0 / load.pipeline_depth)
         if limit is None:
             least_tokens = min(LEAST_PREFILL_TOKENS, budget.prefill_tokens)
             limit = TimeLimit(step_ms, least_tokens, times, newcomer_ms=newcomer_ms)
-        elif limit.step_ms > step_ms:
+        elif limit.step_ms <= step_ms:
+            return budget
+        else:
             newcomer_ms = min(newcomer_ms, limit.step_ms)
             limit = replace(limit, step_ms=step_ms, newcomer_ms=newcomer_ms)
-        else:
-            return budget
         if times.step_ms(whole) <= step_ms:
             return replace(budget, time=limit)
         return replace(budget, bound_by="fair-step", time=limit)
+
+    def _bound_ms(self, whole: StepWork, least_ms: float, times: StepTimes) -> float:
+        """Milliseconds of the bound of a step that would be `whole` without it."""
+        mean_ms = (self._mean_ms or 0.0) / FILLED_SHARE
+        return max(least_ms, min(mean_ms, shortest_ms(whole, times, self._cost_share)))
+
+
+def _least_ms(decodes: StepWork, times: StepTimes) -> float:
+    """Milliseconds that the bound of a step with `decodes` is never below."""
+    alone_ms = times.step_ms(decodes) if decodes.tokens else 0.0
+    one_row_ms = times.step_ms(StepWork(1, 0, 0, 1, 1))
+    return max(LEAST_STEPS * one_row_ms, (1.0 + MIN_GROWTH) * alone_ms)
 
 
 def shortest_ms(whole: StepWork, times: StepTimes, cost_share: float) -> float:

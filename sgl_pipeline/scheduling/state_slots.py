@@ -13,7 +13,7 @@ from sgl_pipeline.requests import Request
 
 
 class SlotSource(Protocol):
-    """Whoever has slots to give up where a request wants one."""
+    """Has slots to give up where a request wants one."""
 
     @property
     def num_evictable(self) -> int:

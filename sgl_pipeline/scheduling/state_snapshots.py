@@ -202,8 +202,8 @@ class StateSnapshots:
     def check(self, holders: Iterable[Request]) -> None:
         """Asserts that each slot has one owner, and what must hold of cached snapshots."""
         running = self._running.values()
-        held = {one.slot: two.held for two in running for one in two.held}
-        in_flight = [one.slot for two in running for one in two.in_flight]
+        held = {one.slot: progress.held for progress in running for one in progress.held}
+        in_flight = [one.slot for progress in running for one in progress.in_flight]
         on_nodes = [node.state_slot for node in self._order]
         self._slots.check_owners(
             holders, [*in_flight, *held, *(slot for slot in on_nodes if slot is not None)]

@@ -162,9 +162,9 @@ class StepScheduler:
         if not chunks:
             wants_pages = self._running or self._waiting.head() is not None
             if not self._in_flight and (wants_pages or self.tier.only_saves):
-                self.tier.starves(now_s)
+                self.tier.note_starved(now_s)
             return None
-        self.tier.runs()
+        self.tier.note_step()
         released = self._pages.take_released()
         log = self.lost_pages.log
         replays = () if log is None else log.take_up(chunks, released)

@@ -1,5 +1,6 @@
 """A snapshot of the tenants, of a bounded number of them."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,17 +34,19 @@ def states_of(tenants: Tenants, running: RunningRequests) -> tuple[TenantState, 
     """The tenants that are told apart, and "other" if there are more; the most served first. Looks
     at all running requests and backlogged tenants."""
     totals = tenants.totals
-    counts: dict[str, list[int]] = {name: [0, 0, 0] for name in totals.service}
+    num_waiting: Counter[str] = Counter()
+    num_running: Counter[str] = Counter()
+    num_pages: Counter[str] = Counter()
     for tenant in tenants.backlogged:
-        counts.setdefault(totals.label_of(tenant.name), [0, 0, 0])[0] += tenant.num_waiting
+        num_waiting[totals.label_of(tenant.name)] += tenant.num_waiting
     for request in running:
-        own = counts.setdefault(totals.label_of(request.tenant), [0, 0, 0])
-        own[1] += 1
-        own[2] += len(request.pages)
+        label = totals.label_of(request.tenant)
+        num_running[label] += 1
+        num_pages[label] += len(request.pages)
     in_all = sum(totals.service.values()) or 1.0
     least = min((one.virtual_time for one in tenants.backlogged), default=None)
     states = []
-    for name, (num_waiting, num_running, num_pages) in counts.items():
+    for name in dict.fromkeys((*totals.service, *num_waiting, *num_running)):
         lead = None
         if totals.is_named(name):
             virtual_time = tenants.get(name).virtual_time
@@ -57,9 +60,9 @@ def states_of(tenants: Tenants, running: RunningRequests) -> tuple[TenantState, 
                 service=service,
                 share=service / in_all,
                 lead=lead,
-                waiting=num_waiting,
-                running=num_running,
-                pages=num_pages,
+                waiting=num_waiting[name],
+                running=num_running[name],
+                pages=num_pages[name],
             )
         )
     return tuple(sorted(states, key=lambda one: -one.service))

@@ -31,8 +31,7 @@ Rule = Literal[
     "turn",
 ]
 
-
-# Who goes on before others where tenants have shares.
+# The requests that come first where tenants have shares.
 BEHIND_FIRST = "tenants that are behind their share"
 
 

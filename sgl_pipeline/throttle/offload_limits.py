@@ -52,5 +52,8 @@ def most_batch(times: StepTimes) -> int:
     low, high = 1, _LARGEST_BATCH
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if rest_ms(middle) <= REST_GROWTH * rest_ms(1) else (low, middle)
+        if rest_ms(middle) <= REST_GROWTH * rest_ms(1):
+            low = middle
+        else:
+            high = middle
     return low

@@ -73,15 +73,20 @@ def _step_limit(
         terms["TTFT"] = needed_ms
     bound_by = min(terms, key=terms.__getitem__)
     missed: Target | None = "TTFT" if is_late or needed_ms > terms[bound_by] else None
-    # By the decodes that it can have: without its share of them, the fewest tokens take less.
-    ready = ready_work(load)
-    least_ms = max(
-        times.step_ms(with_fresh(ready, args.min_prefill_tokens)),
-        MIN_GROWTH * times.step_ms(ready),
-    )
+    least_ms = _least_ms(args, load, times)
     if terms[bound_by] < least_ms:
         return least_ms, "MinP", "TPOT" if bound_by == "TPOT" else missed
     return terms[bound_by], bound_by, missed
+
+
+def _least_ms(args: PolicyArgs, load: PipelineLoad, times: StepTimes) -> float:
+    """Milliseconds that a step may take in any case."""
+    # By the decodes that it can have: without its share of them, the fewest tokens take less.
+    ready = ready_work(load)
+    return max(
+        times.step_ms(with_fresh(ready, args.min_prefill_tokens)),
+        MIN_GROWTH * times.step_ms(ready),
+    )
 
 
 def _ttft_ms(

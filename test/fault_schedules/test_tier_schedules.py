@@ -148,15 +148,15 @@ def pages_that_a_stage_owes_are_saved(patch: pytest.MonkeyPatch) -> None:
 
 def pages_are_filled_in_another_order(patch: pytest.MonkeyPatch) -> None:
     """Each has what a page of the same request must have."""
-    start = PageLoads._start
+    start = PageLoads._start_from_store
 
-    def mutated(self: PageLoads, *more: object) -> PageLoad | None:
-        load = start(self, *more)  # type: ignore[arg-type]
+    def mutated(self: PageLoads, *more: object, is_owed: bool) -> PageLoad | None:
+        load = start(self, *more, is_owed=is_owed)  # type: ignore[arg-type]
         if load is not None:
             load.records = load.records[::-1]
         return load
 
-    patch.setattr(PageLoads, "_start", mutated)
+    patch.setattr(PageLoads, "_start_from_store", mutated)
 
 
 def records_are_committed_to_another_store(patch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,21 @@ def test_few_bytes_of_many_that_waited_for_a_long_step_cost_no_more_than_the_mov
     assert prices.of([1, 2]) == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize(("stalled_s", "shared_s"), [(2.0, 0.5), (0.0, 0.0)])
+def test_a_move_that_patched_nothing_leaves_the_price_of_a_byte(
+    stalled_s: float, shared_s: float
+) -> None:
+    """Its steps waited for something else, or for nothing."""
+    slots = [64]
+    prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: slots[0])
+    for _ in range(LAST_MOVES):
+        prices.learn([1], stalled_s=stalled_s, shared_s=shared_s, patched_bytes=0)
+    of_64_s, of_768_s = 128 * MIB * 1e-9, 1536 * MIB * 1e-9
+    assert prices.of([1]) == pytest.approx(max(stalled_s + shared_s, of_64_s))
+    slots[0] = 768
+    assert prices.of([1]) == pytest.approx(max(stalled_s + shared_s - of_64_s, 0.0) + of_768_s)
+
+
 def test_the_price_follows_a_link_that_becomes_slower_and_faster() -> None:
     prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: 64)
     learn_at_rate(prices, 2e-9, 64, times=LAST_MOVES)
@@ -157,8 +172,8 @@ def test_a_move_that_was_made_three_times_is_priced_at_what_it_has_cost(seed: in
     patched_bytes = rng.randint(0, most)
     for _ in range(3):
         prices.learn(layers, stalled_s=stalled_s, shared_s=shared_s, patched_bytes=patched_bytes)
-    # Few bytes are not cheaper than at the start.
-    least_s = most * 1e-9 if 3 * most < MANY_BYTES else 0.0
+    # Few bytes, and those of moves that patched none, are not cheaper than at the start.
+    least_s = most * 1e-9 if 3 * most < MANY_BYTES or not patched_bytes else 0.0
     assert prices.of(layers) == pytest.approx(max(stalled_s + shared_s, least_s))
 
 

@@ -115,7 +115,7 @@ def test_a_kind_that_a_draft_has_none_of_is_slowly_forgotten() -> None:
     drafter.acceptance[DraftKind.FORCED] = wrong
     drafter.learn(3, 1)
     assert drafter.acceptance[DraftKind.FORCED] == wrong
-    drafter.goes(guessed([2, 3]))
+    drafter.note_step(guessed([2, 3]))
     assert wrong.chance < drafter.acceptance[DraftKind.FORCED].chance < 0.9
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.live_channel import live_address
+from sgl_pipeline.managers.entrance.error_reply import reply_to
 from sgl_pipeline.managers.entrance.live_hub import LiveHub
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,7 @@ class LiveResponse(Response):
         try:
             viewer = self._hub.join()
         except RequestError as error:
-            refusal = JSONResponse({"error": {"message": str(error)}}, error.status_code)
-            await refusal(scope, receive, send)
+            await reply_to(error)(scope, receive, send)
             return
         stream = StreamingResponse(
             viewer.events(), media_type="text/event-stream", headers=_HEADERS

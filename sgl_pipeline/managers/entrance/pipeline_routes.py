@@ -14,7 +14,7 @@ from msgspec import Meta
 from sglang.srt.entrypoints.http_server import validate_json_request
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from sgl_pipeline.errors import RequestError
 from sgl_pipeline.managers.channels.operator_channel import (
@@ -29,6 +29,7 @@ from sgl_pipeline.managers.channels.operator_channel import (
     ShowThrottle,
     UndoMove,
 )
+from sgl_pipeline.managers.entrance.error_reply import error_reply, reply_to
 from sgl_pipeline.managers.entrance.throttle_body import ServerKeys, ThrottleBody, read_body
 from sgl_pipeline.managers.entrance.tuning import HOW_TO_TUNE, TuneBody, Tuner
 from sgl_pipeline.managers.reports.tune_report import describe_window
@@ -126,12 +127,10 @@ class _PipelineRoutes:
     async def change_throttle(self, request: Request) -> Response:
         """Changes knobs between two steps, for good or for some time."""
         try:
-            body = read_body(await request.body(), ThrottleBody)
+            body = read_body(await _body_of(request), ThrottleBody)
             question = body.question(self._keys.author_of(request))
-        except ClientDisconnect:
-            return _refusal("the client has left", 400)
         except RequestError as error:
-            return _refusal(str(error), error.status_code)
+            return reply_to(error)
         return await self._ask(question, ANSWER_TIMEOUT_S)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -140,17 +139,15 @@ class _PipelineRoutes:
         # This goes on when the client leaves, and applies the proposal if that was asked.
         author = self._keys.author_of(request)
         try:
-            body = read_body(await request.body(), TuneBody, HOW_TO_TUNE)
+            body = read_body(await _body_of(request), TuneBody, HOW_TO_TUNE)
             body.check()
             self._tuner.begin()
-        except ClientDisconnect:
-            return _refusal("the client has left", 400)
         except RequestError as error:
-            return _refusal(str(error), error.status_code)
+            return reply_to(error)
         try:
             return await self._tune(body, author)
         except RequestError as error:
-            return _refusal(str(error), error.status_code)
+            return reply_to(error)
         finally:
             self._tuner.end()
 
@@ -179,11 +176,9 @@ class _PipelineRoutes:
     async def change_plan(self, request: Request) -> Response:
         """Moves layers between stages, or predicts the effect."""
         try:
-            question = read_body(await request.body(), PlanChange, _HOW_TO_ASK).question()
-        except ClientDisconnect:
-            return _refusal("the client has left", 400)
+            question = read_body(await _body_of(request), PlanChange, _HOW_TO_ASK).question()
         except RequestError as error:
-            return _refusal(str(error), error.status_code)
+            return reply_to(error)
         if question.preview:
             return await self._ask(question, ANSWER_TIMEOUT_S)
         return await self._ask(question, self._move_timeout_s + SWITCH_TIMEOUT_S)
@@ -192,8 +187,16 @@ class _PipelineRoutes:
         try:
             answer = await self._operators.ask(question, timeout_s)
         except RequestError as error:
-            return _refusal(str(error), error.status_code)
+            return reply_to(error)
         return _no_answer(timeout_s) if answer is None else _json(answer)
+
+
+async def _body_of(request: Request) -> bytes:
+    """The whole body. Raises RequestError where the client has left."""
+    try:
+        return await request.body()
+    except ClientDisconnect as error:
+        raise RequestError("the client has left") from error
 
 
 def _json(answer: OperatorAnswer) -> Response:
@@ -201,12 +204,8 @@ def _json(answer: OperatorAnswer) -> Response:
 
 
 def _no_answer(timeout_s: float) -> Response:
-    return _refusal(
+    return error_reply(
         f"the scheduler has not answered within {timeout_s:g} s; a move that has begun goes on, "
         "and GET /pipeline/plan shows how it ends",
         504,
     )
-
-
-def _refusal(message: str, status: int) -> JSONResponse:
-    return JSONResponse({"error": {"message": message}}, status)

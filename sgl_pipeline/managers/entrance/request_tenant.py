@@ -1,4 +1,4 @@
-"""Tells whose request one is, by `--fair-shares-by`.
+"""Names the tenant of each request, by `--fair-shares-by`.
 
 The name travels in SGLang's `routing_key`, which says to its scheduler whose request it is
 ("routing key for routing-key schedule policy"), in place of what a client's header may have put
@@ -17,7 +17,7 @@ _name: ContextVar[str | None] = ContextVar("tenant", default=None)
 
 
 def name_of_key(key: str) -> str:
-    """The name of whoever presents an API key."""
+    """The name of a tenant that presents an API key."""
     return f"key-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sgl_pipeline.managers.entrance.error_reply import error_reply
 from sgl_pipeline.managers.entrance.graceful_stop import SHUTTING_DOWN
 from sgl_pipeline.managers.entrance.invalid_body import answer_invalid
 from sgl_pipeline.managers.entrance.ollama_routes import is_ollama, ollama_refusal
@@ -83,20 +84,20 @@ async def answer_value_error(request: Request, error: Exception) -> JSONResponse
     """For upstream's routes that let a ValueError about their input escape."""
     if is_ollama(request.url.path):
         return ollama_refusal(str(error))
-    return _refusal(str(error))
+    return error_reply(str(error))
 
 
 async def answer_malformed(request: Request, error: Exception) -> JSONResponse:
     """For upstream's routes that fail on a body of an unexpected form."""
     logger.error("a body that cannot be read was refused", exc_info=error)
-    return _refusal(f"the request cannot be read: {error}")
+    return error_reply(f"the request cannot be read: {error}")
 
 
 async def answer_crash(request: Request, error: Exception) -> JSONResponse:
     """For an unexpected exception, and for a key on which upstream's comparison fails."""
     if "non-ASCII" in str(error):
         return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
-    return _refusal("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)
+    return error_reply("internal error; see the server's log", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class RouteGuard:
@@ -134,10 +135,10 @@ class RouteGuard:
 
     def _refusal(self, method: str, path: str) -> JSONResponse | None:
         if (feature := REFUSED_ROUTES.get(path)) is not None:
-            return _refusal(refusal_of(feature))
+            return error_reply(refusal_of(feature))
         is_work = method not in ("GET", "HEAD") and path not in _OPEN_WHILE_STOPPING
         if is_work and self._is_stopping():
-            return _refusal(SHUTTING_DOWN, HTTPStatus.SERVICE_UNAVAILABLE)
+            return error_reply(SHUTTING_DOWN, HTTPStatus.SERVICE_UNAVAILABLE)
         return None
 
     def _checked(self, path: str, receive: Receive) -> Receive:
@@ -176,8 +177,4 @@ class RouteGuard:
             if has_replied:
                 raise
             logger.warning("%s: %s", scope["path"], error)
-            await _refusal(str(error))(scope, receive, send)
-
-
-def _refusal(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> JSONResponse:
-    return JSONResponse({"error": {"message": message}}, status)
+            await error_reply(str(error))(scope, receive, send)

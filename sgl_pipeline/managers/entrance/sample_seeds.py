@@ -41,15 +41,10 @@ def spread_samples(obj: Any) -> None:
     if num_samples == 1:
         _unwrap_rooms(obj)
         return
-    prompts = "text" if obj.text is not None else "input_ids"
-    values = getattr(obj, prompts)
-    if not values:
+    num_prompts = _repeat_prompts(obj, num_samples)
+    if not num_prompts:
         return
-    if isinstance(values, str) or isinstance(values[0], int):
-        values = [values]
-    num_prompts = len(values)
     per_prompt = several if isinstance(options, list) else several * num_prompts
-    setattr(obj, prompts, _repeat(values, num_samples))
     obj.sampling_params = [
         one | {"n": 1, "sampling_seed": _after(_seed(one), sample)}
         for one in per_prompt
@@ -62,6 +57,19 @@ def spread_samples(obj: Any) -> None:
         _spread_rooms(obj, num_prompts, num_samples)
     if isinstance(obj.rid, list):
         obj.rid = [f"{rid}_{sample}" for rid in obj.rid for sample in range(num_samples)]
+
+
+def _repeat_prompts(obj: Any, num_samples: int) -> int:
+    """Makes each prompt `num_samples`; returns the number that there were, 0 where there are
+    none."""
+    field = "text" if obj.text is not None else "input_ids"
+    prompts = getattr(obj, field)
+    if not prompts:
+        return 0
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    setattr(obj, field, _repeat(prompts, num_samples))
+    return len(prompts)
 
 
 def _spread_rooms(obj: Any, num_prompts: int, num_samples: int) -> None:

@@ -2,6 +2,7 @@
 figures of the result that is kept."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
 
@@ -9,25 +10,23 @@ import msgspec
 import pytest
 from support.step_records import step_record
 
-from benchmark.speculation.draft_forecast import (
-    MOST_ERROR,
-    WANTED_ERROR,
+from benchmark.speculation.draft_forecast import MOST_ERROR, alike, newest_result, prediction
+from benchmark.speculation.draft_gains import (
     Measured,
     Text,
-    alike,
-    errors,
-    newest_result,
-    prediction,
+    lone_and_shared,
+    measured_from,
     recorded,
-    texts_needed,
     texts_of_half,
 )
+from benchmark.speculation.draft_report import WANTED_ERROR, errors, texts_needed
 from benchmark.speculation.traced_drafts import (
     TracedRequest,
     drafts_apart,
     lone_requests,
     runs_by_load,
 )
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.virtual_drafts import NEVER_RIGHT, acceptance_of
 
@@ -64,6 +63,34 @@ def test_no_half_is_predicted_from_itself(measured: Measured) -> None:
 def test_halves_have_as_many_texts_of_each_form() -> None:
     texts = "aAbBcCdD"
     assert texts_of_half(0, texts) == list("aBcD") and texts_of_half(1, texts) == list("AbCd")
+
+
+CHAT, SAME, ALL = "chat, 1 client", "JSON, same prompts, 1 client", "all kinds, 16 clients"
+
+
+def test_loads_are_those_of_one_client_and_of_several() -> None:
+    assert lone_and_shared([CHAT, SAME, ALL]) == ([CHAT, SAME], ALL)
+
+
+@pytest.mark.parametrize(
+    "loads",
+    [
+        [CHAT, SAME],
+        [ALL],
+        [ALL, CHAT, SAME],
+        [CHAT, SAME, ALL, "all kinds, 8 clients"],
+        [CHAT, ALL],  # eight prompts of 16 clients: some would be asked twice
+    ],
+)
+def test_other_loads_have_no_forecast(loads: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="--clients 1,8"):
+        lone_and_shared(loads)
+
+
+def test_one_round_has_no_forecast() -> None:
+    runs = [[drafts, CHAT, 1, 1.0, 9] for drafts in ("off", "on")]
+    with pytest.raises(ConfigurationError, match="measured one round"):
+        measured_from(Path("none"), Path("none"), {"runs": runs})
 
 
 def text_of(output_tokens: int) -> Text:

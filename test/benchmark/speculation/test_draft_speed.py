@@ -1,14 +1,22 @@
+import json
+from typing import Any
+
+import pytest
+
 from benchmark.models.make_model import FIRST_FILLER
 from benchmark.speculation.draft_speed import (
     Answers,
     Load,
     loads_of,
+    main,
     random_ids,
     ratio_table,
     ratios,
     unequal,
+    whole_answer,
 )
-from benchmark.speculation.prompts import SCHEMAS
+from benchmark.speculation.prompts import KINDS, PROMPTS_EACH, SCHEMAS
+from benchmark.support.engine import EngineFailure
 
 
 def answers(drafts: str, number: int, seconds: float, *outputs: tuple[int, ...]) -> Answers:
@@ -47,6 +55,57 @@ def test_one_client_asks_each_kind_by_itself_and_several_share_all() -> None:
 def test_each_of_many_clients_has_a_prompt() -> None:
     (load,) = loads_of({"chat": [[1], [2]], "JSON": [[3], [4]]}, 6)
     assert load.prompts == ((1,), (3,), (2,), (4,), (1,), (3,))
+
+
+def test_clients_that_share_one_kind_do_not_share_all() -> None:
+    assert [one.name for one in loads_of({"chat": [[1], [2]]}, 2)] == ["chat, 2 clients"]
+
+
+def test_each_kind_has_as_many_prompts() -> None:
+    assert {kind: len(prompts()) for kind, prompts in KINDS.items()} == dict.fromkeys(
+        KINDS, PROMPTS_EACH
+    )
+
+
+def test_random_weights_are_asked_no_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "0.27b", "--kind", "JSON by schema", "--no-save"]) == 1
+    assert "0.27b has random weights" in capsys.readouterr().err
+
+
+SCHEMA = json.dumps({"type": "object", "required": ["city"]})
+
+
+def reply(text: str, reason: str = "stop") -> dict[str, Any]:
+    return {"text": text, "output_ids": [1, 2], "meta_info": {"finish_reason": {"type": reason}}}
+
+
+@pytest.mark.parametrize(
+    ("of_server", "schema"),
+    [
+        (reply("In Rome."), ""),
+        (reply('{"city": "Rome"}'), SCHEMA),
+        # An answer that was cut cannot be read.
+        (reply('{"city": "Ro', "length"), SCHEMA),
+    ],
+)
+def test_a_whole_answer_is_its_tokens(of_server: dict[str, Any], schema: str) -> None:
+    assert whole_answer("ours", of_server, schema) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("of_server", "message"),
+    [
+        (reply("", "abort"), "ours: an answer ended by"),
+        (reply("In Rome."), "ours: an answer has no city: In Rome."),
+        (reply('{"town": "Rome"}'), "an answer has no city"),
+        (reply("3"), "an answer has no city"),
+    ],
+)
+def test_an_answer_that_was_aborted_or_keeps_no_schema_ends_the_run(
+    of_server: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineFailure, match=message):
+        whole_answer("ours", of_server, SCHEMA)
 
 
 def test_random_prompts_are_equal_from_run_to_run_and_fit_the_vocabulary() -> None:
