@@ -97,7 +97,8 @@ def test_bfloat16_has_the_same_tokens_in_any_chunks_and_splits(quantization: str
     ("format_name", "name"),
     [
         # A format gives matrices their kernel, a model its layers their recurrence: each in turn.
-        # That all of them are read right in all models is in the test below.
+        # That all of them are read right in all models,
+        # `test_stored_formats_give_the_tokens_of_the_weights_that_they_stand_for` shows.
         *((format_name, "qwen3.5-moe-grouped") for format_name in FORMATS),
         *((format_name, "qwen3.5-grouped") for format_name in ("int-quantized", "awq")),
         *((format_name, "qwen3-next-grouped") for format_name in ("fp8 blocks", "gptq")),

@@ -93,7 +93,7 @@ def test_tokens_are_the_same_at_every_depth_and_split(served):
 # A policy decides which rows share a step, and a format how a row is computed: each in turn.
 @pytest.mark.parametrize(
     ("policy", "served"),
-    zip(POLICIES, cycle(["w8a8_int8", "pack-quantized", INT8_ROWS_OF + "pack-quantized"])),
+    [*zip(POLICIES, cycle(["w8a8_int8", "pack-quantized", INT8_ROWS_OF + "pack-quantized"]))],
 )
 def test_tokens_are_the_same_under_every_policy(policy, served):
     throttle = ThrottleArgs(policy=policy, **CHUNKED)

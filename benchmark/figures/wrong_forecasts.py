@@ -15,6 +15,7 @@ from benchmark.figures.figure import Figure, Options, Row, closed_loop, distinct
 from benchmark.figures.plans import made_up
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
 from sgl_pipeline.costs.step_costs import RowCost, StepCosts
+from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS
 from sgl_pipeline.migration.predictor import StepPredictor
 from sgl_pipeline.migration.step_forecast import StepForecast
 from sgl_pipeline.scheduling import StepScheduler
@@ -264,7 +265,7 @@ FIGURE = Figure(
     assumptions=f"Poisson arrivals at {LOAD:g} of what the token throttle carries when all come at "
     f"once, and {CLIENTS} clients that ask again when answered. Noise is normal with a deviation "
     f"of {NOISE:.0%}, for each stage and step by itself, the same for both policies. Learned costs "
-    "are fitted first after 256 steps. Speeds are not learned where timings are a GPU's host's.",
+    f"are fitted first after {FIRST_FIT_STEPS} steps. Speeds are not learned where timings are a GPU's host's.",
     compute=compute,
     draw=draw,
     conclude=conclude,

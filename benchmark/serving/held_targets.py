@@ -46,7 +46,7 @@ from sgl_pipeline.simulator.experiment import MeasuredPipeline, simulate
 POOL_TOKENS = 32_768
 # A split that was measured anew by each start could differ between the servers.
 ENGINE = f"ours --pp 2 --pp-layer-partition 9,7 --max-total-tokens {POOL_TOKENS}"
-# Steps of all sizes, and enough of them: the policy is in force after the first 256.
+# Steps of all sizes, and enough of them: the policy is in force after the first fit.
 WARM_UPS = (
     Load(num_requests=16, input_tokens=384, output_tokens=32, seed=7),
     Load(num_requests=16, input_tokens=128, output_tokens=128, requests_per_s=1.5, seed=8),

@@ -48,7 +48,7 @@ from sgl_pipeline.throttle import POLICY_TABLE
 DEFAULT_POLICY = ThrottleArgs().policy
 # A split that was measured anew by each start would make rounds of two commands hard to compare.
 SERVER = f"ours --pp 2 --pp-layer-partition 9,7 --policy {DEFAULT_POLICY}"
-# Steps of all sizes, and enough of them: step times are known after the first 256.
+# Steps of all sizes, and enough of them: step times are known after the first fit.
 WARM_UPS = (WARM_UP, Load(num_requests=16, input_tokens=128, output_tokens=128, seed=8))
 # A client's first requests wait for what it imports.
 FIRST = Load(num_requests=4, input_tokens=64, output_tokens=8, seed=9)

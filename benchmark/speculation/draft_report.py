@@ -77,4 +77,6 @@ def acceptance_table(measured: Measured) -> str:
 
 
 def _shared_name(measured: Measured) -> str:
-    return f"all kinds, {measured.clients} clients"
+    kinds = list(measured.loads)
+    kind = "all kinds" if len(kinds) > 1 else kinds[0].rpartition(", ")[0]
+    return f"{kind}, {measured.clients} clients"

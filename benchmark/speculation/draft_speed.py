@@ -26,7 +26,7 @@ from typing import Any
 import requests
 
 from benchmark.models.make_model import FIRST_FILLER, PRESETS
-from benchmark.speculation.prompts import KINDS, SCHEMAS, chat_ids
+from benchmark.speculation.prompts import KINDS, PROMPTS_EACH, SCHEMAS, chat_ids
 from benchmark.support.command import Command, Options, Report, at_least_one, progress, say
 from benchmark.support.dated_result import markdown_table
 from benchmark.support.engine import Engine, EngineFailure
@@ -40,7 +40,7 @@ from sgl_pipeline.errors import ConfigurationError
 _DRAFTS = "--speculative-algorithm NGRAM"
 _OFF, _ON = "off", "on"
 _ALL_KINDS = "all kinds"
-_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 8, 128
+_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = PROMPTS_EACH, 128
 _SEED = 1
 _TIMEOUT_S = 600.0
 

@@ -70,7 +70,7 @@ class MovePrices:
 
         A byte took no longer than steps waited for one, and all in use no longer than the move. The
         rest is the layers' own. Where no byte was patched, no step waited for one, and the move
-        says nothing of their price.
+        says nothing of a byte's price; its cost counts for the layers.
         """
         cost_s = stalled_s + shared_s
         state_bytes = self._bytes_in_use(layers)

@@ -36,6 +36,11 @@ class OnlineFit:
         self._num_seen = 0
         self._next_fit = FIRST_FIT_STEPS
 
+    @property
+    def is_young(self) -> bool:
+        """Whether fewer steps have been seen than are kept."""
+        return self._num_seen < _MOST_KEPT_STEPS
+
     def note(
         self, work: StepWork, layer_counts: Sequence[int], stages_ms: Sequence[float]
     ) -> StepCosts | None:

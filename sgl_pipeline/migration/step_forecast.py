@@ -76,12 +76,9 @@ class StepForecast:
         rows that attend elsewhere. Returns its predicted times, None while nothing is known."""
         work = record.work
         counts = self._plans.get(record.epoch)
-        # A fit over a disturbed stage would attribute the disturbance to the costs of its layers or
-        # ends.
-        is_even = len(set(self.speeds)) == 1
         if record.leased_rows:
             counts = None  # its stages may have waited for another server
-        if self._online is not None and counts is not None and is_even:
+        if self._online is not None and counts is not None and self._may_fit(self._online):
             costs = self._online.note(work, counts, [s.compute_ms for s in record.stages])
             if costs is not None:
                 self._predict_with(StepPredictor(costs))
@@ -104,6 +101,12 @@ class StepForecast:
         if self._slowest is None or self._slowest[0] != key:
             self._slowest = (key, SlowestStage(*key))
         return self._slowest[1]
+
+    def _may_fit(self, online: OnlineFit) -> bool:
+        """A fit over a disturbed stage would attribute the disturbance to the costs of its layers
+        or ends. But where few steps have been seen, stages look uneven because these were all alike
+        and the others are predicted badly: only more steps put that right."""
+        return online.is_young or len(set(self.speeds)) == 1
 
     def _predict_with(self, predictor: StepPredictor) -> None:
         self.predictor = predictor

@@ -300,7 +300,7 @@ def quantization_notice(
             isinstance(scheme, Int4Scheme) and scheme.rounds_rows
         )
         if not (kernels.has_int8_products if rounds_to_int8 else kernels.has_products):
-            return slow + "the compiled ones need a CPU with avx2 and fma"
+            return slow + "the compiled ones need a CPU with avx2, fma and f16c"
     return ""
 
 

@@ -66,7 +66,7 @@ class RequestAges:
         self._running = AgeLimit(running_timeout_s)
 
     def waits(self, request: Request, since_s: float) -> None:
-        """`request` is in the queue."""
+        """`request` is in the queue, or admitted without a chunk."""
         self._waiting.start(request, since_s)
 
     def retracted(self, requests: Sequence[Request], now_s: float) -> None:
@@ -76,7 +76,8 @@ class RequestAges:
                 self._waiting.start(request, now_s)
 
     def scheduled(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """A step takes `chunks`: prefill comes last, and every newly admitted request has some."""
+        """A step takes `chunks`, prefill last. A request waits until its first one: a time limit may
+        admit one that it leaves no chunk."""
         for chunk in reversed(chunks):
             if chunk.is_decode:
                 break

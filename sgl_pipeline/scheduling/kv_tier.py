@@ -198,7 +198,7 @@ class KvTier:
         wanted = _NOTHING
         if may_transfer and now_s >= self._rests_until_s:
             wanted = UseStore(self._place, self._peers)
-        if self._must_hear_of(wanted, may_transfer=may_transfer):
+        if self._note_wanted(wanted, may_transfer=may_transfer):
             self._stages_use = wanted
             self.held.has_offers = self.lent.has_leases = False
             yield wanted
@@ -219,8 +219,8 @@ class KvTier:
         if self.is_on:
             yield from self._save_orders(owed)
 
-    def _must_hear_of(self, wanted: UseStore, *, may_transfer: bool) -> bool:
-        """True if the stages are to be told what is `wanted`; cancels what runs by other orders."""
+    def _note_wanted(self, wanted: UseStore, *, may_transfer: bool) -> bool:
+        """Cancels what runs by other orders. True if the stages are to be told what is `wanted`."""
         if wanted != self._stages_use or (self._gives_any and not may_transfer):
             # Where the stages use none and offer nothing, nothing is lost, and lookups go on.
             has_any = self._stages_use != _NOTHING or self._gives_any

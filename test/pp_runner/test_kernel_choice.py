@@ -167,7 +167,7 @@ def test_slow_products_with_quantized_weights_are_noticed(
     every = (int8, int4, rounding, fp8, mxfp4)
     for one in every:
         notice = quantization_notice(BackendChoice("cpu"), one, torch.bfloat16)
-        assert notice.endswith("avx2 and fma")
+        assert notice.endswith("avx2, fma and f16c")
     if kernels_for("native").has_int8_products:
         monkeypatch.setattr(
             kernel_choice, "load_cpu_kernels", lambda: kernels_for("without AVX-512")

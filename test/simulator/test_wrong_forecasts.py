@@ -42,7 +42,7 @@ def test_a_forecast_that_is_a_fifth_off_costs_next_to_nothing(case: str) -> None
     tokens = by_tokens(wrong.noise)
     ours = summarize(served("throttle-time", wrong, sharegpt()))
     assert ours.total_tokens_per_s > 0.98 * tokens.total_tokens_per_s
-    # Costs fitted to the first 256 steps, while the load rises, do cost more (figure
+    # Costs fitted to the first steps, while the load rises, do cost more (figure
     # wrong_forecasts names them).
     most = 1.02 if wrong.is_known else 1.05
     assert ours.ttft_ms.mean < most * tokens.ttft_ms.mean

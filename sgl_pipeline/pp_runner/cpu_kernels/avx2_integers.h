@@ -1,9 +1,9 @@
-// Rows rounded to 8 bits for products by AVX2 with packed weights of integers, for machines without
-// AVX-512 VNNI.
+// Products by AVX2 with packed weights of integers: what is asked for ahead, and rows rounded to 8
+// bits, for machines without AVX-512 VNNI.
 //
-// Shared by avx2_int8_products.cpp and avx2_int4_products.cpp, whose `Arithmetic` multiplies. Rows are
-// rounded as int8_rows.h does it, and what follows exact sums has the order of the products by VNNI,
-// hence their bits, except in the gate.
+// Rows of 8 bits are of avx2_int8_products.cpp and avx2_int4_products.cpp, whose `Arithmetic`
+// multiplies; avx2_mxfp4_products.cpp has rows of its own. They are rounded as int8_rows.h does it, and
+// what follows exact sums has the order of the products by VNNI, hence their bits, except in the gate.
 //
 // Packed weights have the layouts of int8_products.cpp and int4_products.cpp: whole tiles of 64
 // inputs. The rows of a group have the numbers of four inputs, a quad, side by side.

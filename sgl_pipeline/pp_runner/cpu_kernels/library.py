@@ -52,7 +52,7 @@ class CpuKernels:
 
     Attributes:
         has_products: whether `product`, `mxfp4_product` and `expanded_product` can be called, which
-            need AVX2 or bf16 instructions.
+            need AVX2 with FMA and F16C, or bf16 instructions.
         has_bf16_instructions: whether these do it: weights are packed in another order then.
         has_int8_products: whether `int8_product` and `int4_product` can, which need AVX-512 VNNI
             or AVX2.

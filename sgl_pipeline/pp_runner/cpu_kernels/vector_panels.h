@@ -2,7 +2,8 @@
 // instructions.
 //
 // Included by vector_products.cpp and avx2_expanded_products.cpp, which say what the weights are.
-// Numbers of rows and weights are exact in fp32. Each sum is over the inputs in ascending order,
+// Numbers of rows and weights are exact in fp32, but for rows of FP8, into which their scale is
+// multiplied. Each sum is over the inputs in ascending order,
 // whatever rows are beside it.
 //
 // A packed weight has whole tiles of 32 inputs, with zeros where there are none.

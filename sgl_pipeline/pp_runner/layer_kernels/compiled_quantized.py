@@ -225,9 +225,8 @@ class CompiledExpandedLinear(_QuantizedLinear):
 
 class CompiledMxfp4Linear(_QuantizedLinear):
     """The same for weights in MXFP4: a product of bf16 with what they stand for. With bf16
-    instructions it has the bits of one. Without, each group of 32 inputs is summed apart and
-    exactly, and a row's numbers below 1/64 of the greatest in their group are rounded to a multiple
-    of at most 2 ** -13 of that one (`avx2_mxfp4_products.cpp`).
+    instructions it has the bits of one. Without, small numbers of a row are rounded beside the
+    greatest of their group (`avx2_mxfp4_products.cpp`).
 
     Args:
         kernels: of a library that `has_products`.

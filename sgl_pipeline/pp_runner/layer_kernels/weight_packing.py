@@ -1,5 +1,5 @@
-"""The layouts in which the compiled products read their weights (`product_panels.h` and
-`vector_panels.h` in `cpu_kernels/`).
+"""The layouts in which the compiled products read their weights (`product_panels.h`,
+`side_products.h` and the products' sources in `cpu_kernels/`).
 
 For each weight once, when it arrives. Computes only the order and the padding.
 """
