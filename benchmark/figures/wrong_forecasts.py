@@ -265,7 +265,8 @@ FIGURE = Figure(
     assumptions=f"Poisson arrivals at {LOAD:g} of what the token throttle carries when all come at "
     f"once, and {CLIENTS} clients that ask again when answered. Noise is normal with a deviation "
     f"of {NOISE:.0%}, for each stage and step by itself, the same for both policies. Learned costs "
-    f"are fitted first after {FIRST_FIT_STEPS} steps. Speeds are not learned where timings are a GPU's host's.",
+    f"are fitted first after {FIRST_FIT_STEPS} steps. Speeds are not learned where timings are a "
+    "GPU's host's.",
     compute=compute,
     draw=draw,
     conclude=conclude,

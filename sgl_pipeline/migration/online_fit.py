@@ -38,7 +38,7 @@ class OnlineFit:
 
     @property
     def is_young(self) -> bool:
-        """Whether fewer steps have been seen than are kept."""
+        """True while fewer steps have been seen than are kept."""
         return self._num_seen < _MOST_KEPT_STEPS
 
     def note(

@@ -76,8 +76,8 @@ class RequestAges:
                 self._waiting.start(request, now_s)
 
     def scheduled(self, chunks: Sequence[Chunk], now_s: float) -> None:
-        """A step takes `chunks`, prefill last. A request waits until its first one: a time limit may
-        admit one that it leaves no chunk."""
+        """A step takes `chunks`, prefill last. A request waits until its first one: a time limit
+        may admit one that it leaves no chunk."""
         for chunk in reversed(chunks):
             if chunk.is_decode:
                 break

@@ -11,14 +11,24 @@ from typing import Any
 import openai
 import pytest
 import requests
-from support.live_server import PATIENCE_S, LiveServer, start_server, wait_until, wait_until_ready
+from support.live_server import (
+    ANSWER_S,
+    PATIENCE_S,
+    LiveServer,
+    start_server,
+    wait_until,
+    wait_until_ready,
+)
 from support.ports import number_of, reserve_port
 from support.router import NEEDS_ROUTER
 from support.servers_apart import KEY, PAGE_SIZE, SAME_TOKENS, Apart, is_at_rest, servers_apart
 
+from sgl_pipeline.args.disaggregation_args import DisaggregationArgs
 from sgl_pipeline.managers.serve_pd import HOST
 
 pytestmark = NEEDS_ROUTER
+# What a machine many times slower than usual may add to a limit of the servers.
+SLOWNESS_S = 30.0
 # Longer than a page.
 PROMPT = "What is 17 + 25? Add the numbers, and say nothing but the sum. "
 RANKS = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
@@ -134,13 +144,13 @@ def test_a_server_asked_by_itself_names_the_router(apart: Apart) -> None:
     for server in (apart.prefill, apart.decode):
         answer = server.generate(text=PROMPT)
         assert answer.status_code == 400 and "bootstrap_room" in answer.text
-        health = requests.get(f"{server.url}/health_generate", timeout=PATIENCE_S)
+        health = requests.get(f"{server.url}/health_generate", timeout=ANSWER_S)
         assert health.status_code == 200
 
 
 def test_the_bootstrap_port_shows_the_topology(apart: Apart) -> None:
     answer = requests.get(
-        f"{apart.bootstrap}/route", params=dict.fromkeys(RANKS, -1), timeout=PATIENCE_S
+        f"{apart.bootstrap}/route", params=dict.fromkeys(RANKS, -1), timeout=ANSWER_S
     )
     assert answer.status_code == 200, answer.text
     topology = answer.json()
@@ -186,7 +196,7 @@ def test_a_prefill_server_that_dies_or_hangs_ends_its_requests_and_no_others(
         wait_until(lambda: apart.decode.facts()["rooms"]["bootstrap_requests"] == 1)
         second.scheduler().send_signal(end)
         # Long before SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, which would end it too.
-        answer = waiting.result(PATIENCE_S)
+        answer = waiting.result(DisaggregationArgs().silence_s + SLOWNESS_S)
         assert answer.status_code == 503 and f"{HOST}:{port}" in answer.text, answer.text
         assert len(both[1].result(PATIENCE_S).json()["output_ids"]) == 400
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.live_server import PATIENCE_S, LiveServer, live_server, wait_until
+from support.live_server import ANSWER_S, PATIENCE_S, LiveServer, live_server, wait_until
 from support.streams import FOR_MINUTES, PROMPTS, Stream, kill_stage, streams_of
 
 pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
@@ -24,7 +24,7 @@ def launcher(drought: Path) -> tuple[str, ...]:
 
 
 def metric(server: LiveServer, name: str) -> float:
-    lines = requests.get(f"{server.url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    lines = requests.get(f"{server.url}/metrics", timeout=ANSWER_S).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
@@ -33,7 +33,7 @@ def wait_for_stages(server: LiveServer, number: int) -> dict[str, Any]:
         facts = server.facts()
         return facts["num_stages"] == number and not facts["is_recovering"]
 
-    wait_until(are_there, 60)
+    wait_until(are_there)
     return server.facts()
 
 
@@ -51,7 +51,7 @@ def test_one_stage_serves_on_for_two_and_two_again_when_a_worker_comes(
             before = server.facts()
             kill_stage(server, stage)
             facts = wait_for_stages(server, 1)
-            assert requests.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+            assert requests.get(f"{server.url}/health", timeout=ANSWER_S).status_code == 200
             streams.append(Stream(server.url, PROMPTS[0]))
             for stream, alone in zip(streams, [*expected, expected[0]], strict=True):
                 stream.join().assert_whole(alone)

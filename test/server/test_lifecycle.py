@@ -12,12 +12,14 @@ from sglang.test.kits.abort_timeout_kit import (
     RunningTimeoutTwoWaveMixin,
     WaitingTimeoutMixin,
 )
-from support.live_server import LiveServer, live_server, wait_until
+from support.live_server import ANSWER_S, LiveServer, live_server, wait_until
 
 pytestmark = pytest.mark.multiproc
 
 # What is asked of a request while it runs takes less, also on a machine that is many times slower.
-RUNNING_TIMEOUT_S = 6.0
+RUNNING_TIMEOUT_S = 15.0
+# No machine draws so many in that time.
+NUM_TOKENS = 30_000
 
 
 class _Served(unittest.TestCase):
@@ -50,25 +52,26 @@ class TestWaitingTimeout(WaitingTimeoutMixin, _Served):
 class TestRunningTimeout(AbortAllMixin, RunningTimeoutTwoWaveMixin, _Served):
     flags = ("--enable-priority-scheduling", "--default-priority-value", "0")
     environment: ClassVar[dict[str, str]] = {"SGLANG_REQ_RUNNING_TIMEOUT": str(RUNNING_TIMEOUT_S)}
+    running_timeout_max_new_tokens = NUM_TOKENS
 
     def test_a_request_that_runs_too_long_is_a_503_that_says_so(self) -> None:
-        response = self.generate(30_000, priority=5)
+        response = self.generate(NUM_TOKENS, priority=5)
         assert response.status_code == 503
         assert response.json()["message"] == "Request running timeout reached."
         wait_until(lambda: self.server.facts()["num_running_requests"] == 0)
 
     def test_a_stream_that_runs_too_long_ends_with_an_error(self) -> None:
-        events = self.generate(30_000, stream=True).text.split("\n\n")
+        events = self.generate(NUM_TOKENS, stream=True).text.split("\n\n")
         assert "Request running timeout reached." in events[-3]
         assert events[-2] == "data: [DONE]"
 
     def test_loads_follow_what_is_being_served(self) -> None:
         def load() -> dict[str, Any]:
-            (one,) = requests.get(f"{self.base_url}/v1/loads", timeout=30).json()["loads"]
+            (one,) = requests.get(f"{self.base_url}/v1/loads", timeout=ANSWER_S).json()["loads"]
             return one
 
         wait_until(lambda: load()["num_running_reqs"] == 0)
-        client = threading.Thread(target=self.generate, args=(30_000,))
+        client = threading.Thread(target=self.generate, args=(NUM_TOKENS,))
         client.start()
         busy: dict[str, Any] = {}
 

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
-from support.live_server import PATIENCE_S, LiveServer, live_server, wait_until
+from support.live_server import (
+    ANSWER_S,
+    PATIENCE_S,
+    LiveServer,
+    live_server,
+    wait_until,
+    wait_until_equal,
+)
 
 from sgl_pipeline.records.stage_timing import BUBBLE_CAUSES
 
@@ -77,7 +84,7 @@ class Samples:
     """One reading of /metrics."""
 
     def __init__(self, server: LiveServer) -> None:
-        text = requests.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+        text = requests.get(f"{server.url}/metrics", timeout=ANSWER_S).text
         families = text_string_to_metric_families(text)
         self._samples = [sample for family in families for sample in family.samples]
         self.names = {sample.name for sample in self._samples}
@@ -119,9 +126,15 @@ class Client:
 def test_metrics_have_sglangs_names_and_count_what_was_served(server: LiveServer) -> None:
     for _ in range(2):
         assert generate(server, 24, stream=True).status_code == 200
-    told = server.facts()["recent_steps"]["stages"]
+
+    def differing() -> list[tuple[dict[str, float], dict[str, float]]]:
+        """Stages whose gauges are not what the scheduler tells, and both."""
+        told = server.facts()["recent_steps"]["stages"]
+        both = zip(bubbles(Samples(server)), told, strict=True)
+        return [(shown, stage) for shown, stage in both if shown != pytest.approx(stage)]
+
     # Written when the last step has come back, and with it the rest of what is told of that moment.
-    wait_until(lambda: bubbles(Samples(server)) == [pytest.approx(stage) for stage in told])
+    wait_until_equal(differing, [])
     samples = Samples(server)
     assert sorted((GRAFANA_BOARD | DOCUMENTED | OURS) - samples.names) == []
     facts = server.facts()
@@ -161,7 +174,7 @@ def test_gauges_follow_a_running_request(server: LiveServer) -> None:
 
 
 def health(server: LiveServer) -> int:
-    return requests.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
+    return requests.get(f"{server.url}/health", timeout=ANSWER_S).status_code
 
 
 def test_health_is_good_when_idle_and_fails_in_a_pause_as_upstreams(server: LiveServer) -> None:

@@ -9,6 +9,7 @@ import requests
 from support.browser import Watched, browser
 from support.live_page import AUTHORIZED, COUNT_COLORS, FIND_CUT, KEY, LIVE, SECRET, load, opened
 from support.live_server import (
+    ANSWER_S,
     PATIENCE_S,
     LiveServer,
     live_server,
@@ -338,7 +339,7 @@ def test_the_ninth_page_says_that_there_is_no_place(chromium: Any, server: LiveS
     def holds_all_places() -> bool:
         """A page of another test may not have left yet."""
         url = f"{server.url}/pipeline/events"
-        reply = requests.get(url, stream=True, headers=AUTHORIZED, timeout=30)
+        reply = requests.get(url, stream=True, headers=AUTHORIZED, timeout=ANSWER_S)
         if reply.status_code == 200:
             streams.append(reply)
         return len(streams) == 8

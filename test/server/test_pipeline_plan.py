@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import PATIENCE_S, LiveServer, live_server, wait_until
+from support.live_server import (
+    ANSWER_S,
+    PATIENCE_S,
+    LiveServer,
+    live_server,
+    wait_until,
+    wait_until_equal,
+)
 from support.traced_events import read_events
 
 from sgl_pipeline.records.move_record import MoveRecord
@@ -38,7 +45,7 @@ def server(traces: Path) -> Iterator[LiveServer]:
 
 
 def plan(server: LiveServer) -> dict[str, Any]:
-    reply = requests.get(f"{server.url}/pipeline/plan", timeout=30)
+    reply = requests.get(f"{server.url}/pipeline/plan", timeout=ANSWER_S)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 
@@ -106,13 +113,12 @@ def test_every_report_follows_the_plan_in_use(server: LiveServer, traces: Path) 
     total = len(shown["history"])
     name = "sgl_pipeline_layer_moves_total"
 
-    def has_both() -> bool:
-        """The epoch is told with the newest state, and a move when it is over."""
+    def gauges() -> tuple[float, float]:
+        """The epoch, which is told with the newest state, and the moves, once they are over."""
         told = Samples(server)
-        epoch = told.value("sgl_pipeline_plan_epoch")
-        return (epoch, told.value(name, **DONE_BY_HAND)) == (made["epoch"], total)
+        return told.value("sgl_pipeline_plan_epoch"), told.value(name, **DONE_BY_HAND)
 
-    wait_until(has_both)
+    wait_until_equal(gauges, (made["epoch"], total))
     samples = Samples(server)
     assert samples.value("sgl_pipeline_stage_layers", stage="1") == 9
     assert samples.value("sgl_pipeline_layer_move_seconds_count", outcome="done") == total
@@ -124,13 +130,35 @@ def test_every_report_follows_the_plan_in_use(server: LiveServer, traces: Path) 
     for said in (f"{begun} begins", f"{begun} done in"):
         wait_until(lambda said=said: server.text.count(said) == 1)  # type: ignore[misc]
 
-    def moves() -> list[int]:
-        return [one.move for one in read_events(traces / "steps.jsonl", MoveRecord)]
+    whole = traces / "whole.jsonl"
 
-    wait_until(lambda: moves() == list(range(total)))
-    assert {step.epoch for step in read_trace(traces / "steps.jsonl")} >= {0, made["epoch"]}
-    names = [event["name"] for event in json.loads((traces / "steps.json").read_text())]
-    assert names.count("switch to 7,9") == names.count("prepare 7,9") >= 1
+    def moves() -> list[int]:
+        # The last line may not be written to its end.
+        whole.write_bytes(b"".join(lines_of(traces / "steps.jsonl")))
+        return [one.move for one in read_events(whole, MoveRecord)]
+
+    wait_until_equal(moves, list(range(total)))
+    assert {step.epoch for step in read_trace(whole)} >= {0, made["epoch"]}
+    num_alike = sum(one["after"] == [7, 9] for one in shown["history"])
+
+    def drawn() -> list[int]:
+        names = names_in(traces / "steps.json")
+        return [names.count("prepare 7,9"), names.count("switch to 7,9")]
+
+    wait_until_equal(drawn, [num_alike, num_alike])
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file that is being written; the last one only if it is whole."""
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of all events in a Chrome trace; none while it is being written."""
+    try:
+        return [event["name"] for event in json.loads(path.read_bytes())]
+    except json.JSONDecodeError:
+        return []
 
 
 def test_undo_goes_back_and_a_preview_of_it_does_not(server: LiveServer) -> None:

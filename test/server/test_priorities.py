@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
+from support.live_server import ANSWER_S, LiveServer, live_server, wait_until, wait_until_idle
 
 from sgl_pipeline.records.trace import RequestRecord, read_trace
 
@@ -50,7 +50,7 @@ def generate(server: LiveServer, rid: str, num_tokens: int, **body: Any) -> requ
 
 def explain(server: LiveServer, rid: str) -> dict[str, Any]:
     """What the server says of a request; nothing where it neither waits nor runs."""
-    reply = requests.get(f"{server.url}/pipeline/explain/{rid}", timeout=30)
+    reply = requests.get(f"{server.url}/pipeline/explain/{rid}", timeout=ANSWER_S)
     return dict(reply.json()) if reply.status_code == 200 else {}
 
 

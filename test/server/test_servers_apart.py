@@ -86,7 +86,7 @@ def answers_during_moves(
             number: clients.submit(generate, apart.router, **body_of(number, 40))
             for number in numbers
         }
-        wait_until(lambda: server.facts()["num_running_requests"] > 0, 60)
+        wait_until(lambda: server.facts()["num_running_requests"] > 0)
         num_moves = 0
         while num_moves < 3 or not all(answer.done() for answer in asked.values()):
             move(server, splits[num_moves % len(splits)])
@@ -138,7 +138,7 @@ def test_a_decode_server_that_dies_ends_its_streams_by_name_and_no_others(four: 
     prompt = "What is 17 + 25? Add the numbers, and say nothing but the sum. "
     streams = [Stream(four.router, prompt + str(number)) for number in range(10)]
     dying = four.decodes[1]
-    wait_until(lambda: all(len(one.ids) > 2 for one in streams), 60)
+    wait_until(lambda: all(len(one.ids) > 2 for one in streams))
     scheduler = dying.scheduler()
     num_dying = dying.facts()["num_running_requests"]
     scheduler.kill()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import requests
 from support.live_server import (
+    ANSWER_S,
     PATIENCE_S,
     LiveServer,
     live_server,
@@ -35,9 +36,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.multiproc]
 
 def wait_until_recovered(server: LiveServer, number: int) -> list[dict[str, Any]]:
     """Until `number` recoveries are over."""
-    wait_until(
-        lambda: [one["is_over"] for one in server.facts()["recoveries"]] == [True] * number, 60
-    )
+    wait_until(lambda: [one["is_over"] for one in server.facts()["recoveries"]] == [True] * number)
     return server.facts()["recoveries"]
 
 
@@ -52,7 +51,7 @@ def test_each_stage_is_killed_under_streams_and_nobody_notices_but_for_a_pause(d
             wait_until(lambda: server.facts()["is_recovering"])
             # A newcomer in the middle of it, and somebody who asks how the server is.
             streams.append(Stream(server.url, PROMPTS[0]))
-            assert requests.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
+            assert requests.get(f"{server.url}/health", timeout=ANSWER_S).status_code == 200
             for stream, alone in zip(streams, [*expected, expected[0]], strict=True):
                 stream.join().assert_whole(alone)
             newest = wait_until_recovered(server, number)[-1]
@@ -148,7 +147,7 @@ def test_a_stage_killed_while_layers_move_costs_the_move(directory):
         pids = server.facts()["stage_pids"]
         psutil.Process(pids[1]).suspend()  # the target gets no further
         plan_url = f"{server.url}/pipeline/plan"
-        first, last = requests.get(plan_url, timeout=30).json()["layer_counts"]
+        first, last = requests.get(plan_url, timeout=ANSWER_S).json()["layer_counts"]
         answers: list[requests.Response] = []
         mover = threading.Thread(
             target=lambda: answers.append(
@@ -156,7 +155,9 @@ def test_a_stage_killed_while_layers_move_costs_the_move(directory):
             )
         )
         mover.start()
-        wait_until(lambda: requests.get(plan_url, timeout=30).json()["move_under_way"] is not None)
+        wait_until(
+            lambda: requests.get(plan_url, timeout=ANSWER_S).json()["move_under_way"] is not None
+        )
         psutil.Process(pids[0]).kill()
         psutil.Process(pids[1]).resume()
         mover.join(PATIENCE_S)

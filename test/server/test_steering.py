@@ -10,7 +10,14 @@ from typing import Any
 import psutil
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
+from support.live_server import (
+    ANSWER_S,
+    LiveServer,
+    live_server,
+    wait_until,
+    wait_until_equal,
+    wait_until_idle,
+)
 from support.traced_events import read_events
 
 from sgl_pipeline.records.throttle_change import ThrottleChange
@@ -40,7 +47,7 @@ def server(trace: Path) -> Iterator[LiveServer]:
 
 
 def explain(server: LiveServer, rid: str) -> tuple[int, dict[str, Any]]:
-    reply = requests.get(f"{server.url}/pipeline/explain/{rid}", timeout=30)
+    reply = requests.get(f"{server.url}/pipeline/explain/{rid}", timeout=ANSWER_S)
     return reply.status_code, reply.json()
 
 
@@ -50,7 +57,7 @@ def patch(server: LiveServer, **body: Any) -> tuple[int, dict[str, Any]]:
 
 
 def throttle(server: LiveServer) -> dict[str, Any]:
-    reply = requests.get(f"{server.url}/pipeline/throttle", timeout=30)
+    reply = requests.get(f"{server.url}/pipeline/throttle", timeout=ANSWER_S)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 
@@ -169,7 +176,7 @@ def test_a_knob_is_turned_under_load_and_no_token_changes(server: LiveServer, tr
         f"max_prefill_tokens None to 64, from step {change['first_step']} on"
     )
     wait_until(lambda: line in server.text)
-    wait_until(lambda: throttle_gauges(Samples(server)) == [64, 4, 1, 0, 1])
+    wait_until_equal(lambda: throttle_gauges(Samples(server)), [64, 4, 1, 0, 1])
     requests.post(f"{server.url}/flush_cache", timeout=30)
     ask(server, "other", 2)
     wait_until_idle(server)

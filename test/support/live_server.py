@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -23,8 +24,11 @@ from support.warm_launcher import ForkedServer, WarmLauncher
 
 START_TIMEOUT_S = 400.0
 # How long a test waits for what takes moments: it ends a test that hangs, also on a machine many
-# times slower than usual, and says nothing of speed. Clients wait for answers longer than this.
+# times slower than usual, and says nothing of speed.
 PATIENCE_S = 90.0
+# How long a client waits for an answer: longer than that, so that a wait whose condition asks the
+# server ends with what it waited for.
+ANSWER_S = 120.0
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("-m", "sgl_pipeline.launch_server")
 
@@ -81,16 +85,23 @@ class LiveServer:
 
     def facts(self) -> dict:
         """The scheduler's part of /server_info."""
-        return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
+        answer = requests.get(f"{self.url}/server_info", timeout=ANSWER_S)
+        return answer.json()["internal_states"][0]
 
     def wait_for_end(self, timeout_s: float = PATIENCE_S) -> int:
         """The exit code of a server that ends by itself; `text` is then all of its output."""
         code = self.process.wait(timeout_s)
-        self.reader.join(timeout_s)
+        self.wait_for_output(timeout_s)
         return code
 
+    def wait_for_output(self, timeout_s: float = PATIENCE_S) -> None:
+        """Until `text` is all that a server that has ended printed, which none of its processes
+        may hold up."""
+        self.reader.join(timeout_s)
+        assert not self.reader.is_alive(), f"a process outlived its server:\n{self.text}"
+
     def generate(self, **body) -> requests.Response:
-        return requests.post(f"{self.url}/generate", json=body, timeout=120)
+        return requests.post(f"{self.url}/generate", json=body, timeout=ANSWER_S)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
@@ -98,6 +109,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"did not come true within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def wait_until_equal(read: Callable[[], Any], wanted: object) -> None:
+    """Fails, and shows what was read last, unless `read()` is soon equal to `wanted`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (value := read()) != wanted:
+        assert time.monotonic() < deadline, f"{value} and not {wanted} after {PATIENCE_S} s"
         time.sleep(0.05)
 
 
@@ -157,8 +176,7 @@ def live_server(
                 process.kill()
             server.process.kill()
             server.process.wait()
-        # `text` is then all that it has printed.
-        server.reader.join(PATIENCE_S)
+        server.wait_for_output()
 
 
 def wait_until_ready(server: LiveServer) -> None:

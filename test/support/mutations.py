@@ -1,6 +1,7 @@
 """What is broken on purpose, and must be noticed."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import chain
@@ -13,12 +14,13 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 # By file and case, a seed that finds what few others do.
 FOUND_BY = Path(__file__).with_name("found_by.json")
-# So many are tried in less time than a reader needs for a line of that file.
+# A mutation that one of the first so many seeds finds needs no line there: these take seconds.
 _FEW_SEEDS = 8
 
 
 @cache
-def _known_seeds() -> dict[str, int]:
+def known_seeds() -> dict[str, int]:
+    """What is in `FOUND_BY`."""
     seeds: dict[str, int] = json.loads(FOUND_BY.read_text())
     return seeds
 
@@ -42,7 +44,7 @@ def require_found(
     """
     mutation(request.getfixturevalue("monkeypatch"))
     case = f"{request.node.path.stem}[{request.node.callspec.id}]"
-    known = [_known_seeds()[case]] if case in _known_seeds() else []
+    known = [known_seeds()[case]] if case in known_seeds() else []
     for number, seed in enumerate(chain(known, seeds)):
         try:
             run_seed(seed)
@@ -50,6 +52,7 @@ def require_found(
             raise
         except Exception:
             if number > _FEW_SEEDS:
-                print(f'found late; a line for {FOUND_BY.name}: "{case}": {seed}')
+                line = f'"{case}": {seed}'
+                warnings.warn(f"found late; a line for {FOUND_BY.name}: {line}", stacklevel=2)
             return
     pytest.fail("no seed finds it")

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import requests
-from support.live_server import LiveServer
+from support.live_server import ANSWER_S, LiveServer
 
 PROMPTS = ("<|user|>Hello", "<|user|>What is 17 + 25?", "abc")
 NUM_TOKENS = 300
@@ -30,7 +30,7 @@ class Stream:
         self._thread.start()
 
     def join(self) -> "Stream":
-        self._thread.join(90)
+        self._thread.join(ANSWER_S)
         assert not self._thread.is_alive(), "a stream was left waiting"
         return self
 
@@ -39,7 +39,7 @@ class Stream:
         body = {"text": self.prompt, "sampling_params": sampling, "stream": True} | self.options
         try:
             with requests.post(
-                f"{self.url}/generate", json=body, stream=True, timeout=90
+                f"{self.url}/generate", json=body, stream=True, timeout=ANSWER_S
             ) as response:
                 for line in response.iter_lines():
                     if line.startswith(b"data: {"):

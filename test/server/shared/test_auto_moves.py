@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until
+from support.live_server import ANSWER_S, LiveServer, live_server, wait_until
 
 pytestmark = pytest.mark.multiproc
 START = [2, 14]
@@ -38,7 +38,7 @@ def output_of(server: LiveServer, prompt: str) -> list[int]:
 
 
 def plan(server: LiveServer) -> dict[str, Any]:
-    reply = requests.get(f"{server.url}/pipeline/plan", timeout=30)
+    reply = requests.get(f"{server.url}/pipeline/plan", timeout=ANSWER_S)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 

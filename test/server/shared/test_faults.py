@@ -12,6 +12,7 @@ import psutil
 import pytest
 import requests
 from support.live_server import (
+    ANSWER_S,
     LAUNCHER,
     PATIENCE_S,
     LiveServer,
@@ -121,7 +122,7 @@ class WantedMove:
         wait_until(lambda: self.plan()["move_under_way"] is not None)
 
     def plan(self) -> dict[str, Any]:
-        return requests.get(f"{self._server.url}/pipeline/plan", timeout=30).json()
+        return requests.get(f"{self._server.url}/pipeline/plan", timeout=ANSWER_S).json()
 
     def join(self) -> None:
         self._thread.join(PATIENCE_S)

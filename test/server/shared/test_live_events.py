@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until
+from support.live_server import ANSWER_S, LiveServer, live_server, wait_until
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,7 +23,7 @@ def events(reply: requests.Response) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def look(server: LiveServer) -> requests.Response:
-    return requests.get(f"{server.url}/pipeline/events", stream=True, timeout=30)
+    return requests.get(f"{server.url}/pipeline/events", stream=True, timeout=ANSWER_S)
 
 
 def ticks_until_ended(

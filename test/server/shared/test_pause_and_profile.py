@@ -8,7 +8,7 @@ import unittest
 import pytest
 import requests
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
-from support.live_server import PATIENCE_S, LiveServer, wait_until
+from support.live_server import ANSWER_S, PATIENCE_S, LiveServer, wait_until
 
 pytestmark = pytest.mark.multiproc
 
@@ -27,7 +27,7 @@ class TestPause(PauseResumeInPlaceMixin, unittest.TestCase):
 
 
 def post(server: LiveServer, path: str, **body: object) -> requests.Response:
-    return requests.post(f"{server.url}/{path}", json=body, timeout=60)
+    return requests.post(f"{server.url}/{path}", json=body, timeout=ANSWER_S)
 
 
 def long_request(server: LiveServer) -> tuple[threading.Thread, list[requests.Response]]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 from support.live_server import (
-    PATIENCE_S,
+    ANSWER_S,
     LiveServer,
     live_server,
     start_server,
@@ -188,4 +188,4 @@ def test_a_folder_that_is_not_a_store_ends_the_start_with_one_line(tmp_path: Pat
 
 
 def _metrics(server: LiveServer) -> str:
-    return requests.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+    return requests.get(f"{server.url}/metrics", timeout=ANSWER_S).text

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import requests
-from support.live_server import LiveServer, live_server, wait_until, wait_until_idle
+from support.live_server import ANSWER_S, LiveServer, live_server, wait_until, wait_until_idle
 from support.saved_costs import costs_of, flat
 
 from sgl_pipeline.costs.step_costs import LayerCost, RowCost, StepCosts
@@ -115,7 +115,7 @@ def test_a_tpot_target_that_cannot_be_met_leaves_the_least_prefill_and_is_report
         told: dict[str, Any] = {}
 
         def is_explained() -> bool:
-            reply = requests.get(f"{server.url}/pipeline/explain/long", timeout=30)
+            reply = requests.get(f"{server.url}/pipeline/explain/long", timeout=ANSWER_S)
             told.update(reply.json()["numbers"] if reply.status_code == 200 else {})
             return bool(told)
 
