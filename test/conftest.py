@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 from sgl_pipeline.errors import KernelBuildError
 from sgl_pipeline.managers.torchvision_shim import install_torchvision_shim
@@ -28,17 +27,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-class WholeFolders(LoadFileScheduling):
-    """Whole files to a worker of pytest, and all files whose tests share servers to one worker:
-    each would start these for itself."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A machine with a card may have no pytest-xdist, which alone calls this."""
+    from support.whole_files import WholeFiles
 
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return SHARED_SERVERS if file.startswith(SHARED_SERVERS) else file
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeFolders:
-    return WholeFolders(config, log)
+    return WholeFiles(config, log, SHARED_SERVERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
