@@ -106,14 +106,16 @@ PoolId = tuple[int, int]
 class EmulatedCuda(EmulatedRecorder):
     """What `CudaGraphRecorder` calls of torch.cuda, on a CPU; `graphs` are all that were made.
 
-    A pool lives as long as a `MemPool` or a graph that was recorded into it does. Recording into
-    one that is gone is the internal error of torch's allocator (`createOrIncrefPool` and
-    `releasePool` of CUDACachingAllocator.cpp).
+    A pool of device memory lives as long as a `MemPool` or a graph that was recorded into it does,
+    one of page-locked memory as long as a graph does. Recording into one that is gone is the
+    internal error of torch's allocators (`createOrIncrefPool` and `releasePool` of
+    CUDACachingAllocator.cpp, and of CachingHostAllocator.h, as a card has shown).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._uses: dict[PoolId, int] = {}
+        self._locked_uses: dict[PoolId, int] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -134,14 +136,24 @@ class EmulatedCuda(EmulatedRecorder):
     def new_pool(self) -> PoolId:
         return (0, len(self._uses) + 1)
 
-    def use_pool(self, pool: PoolId, user: object) -> None:
-        """Until `user` is gone."""
-        assert self._uses.get(pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
-        self._uses[pool] = self._uses.get(pool, 0) + 1
-        finalize(user, self._release, pool)
+    def use_pool(self, pool: PoolId, memory: object) -> None:
+        """Until `memory` is gone."""
+        _count(self._uses, pool, memory)
 
-    def _release(self, pool: PoolId) -> None:
-        self._uses[pool] -= 1
+    def record_into(self, pool: PoolId, graph: object) -> None:
+        """Both kinds of memory are used until `graph` is gone."""
+        _count(self._uses, pool, graph)
+        _count(self._locked_uses, pool, graph)
+
+
+def _count(uses: dict[PoolId, int], pool: PoolId, user: object) -> None:
+    assert uses.get(pool) != 0, "use_count > 0 INTERNAL ASSERT FAILED"
+    uses[pool] = uses.get(pool, 0) + 1
+    finalize(user, _release, uses, pool)
+
+
+def _release(uses: dict[PoolId, int], pool: PoolId) -> None:
+    uses[pool] -= 1
 
 
 class _MemPool:
@@ -159,7 +171,7 @@ class _CudaGraph:
 
     def capture_begin(self, pool: PoolId, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
-        self._cuda.use_pool(pool, self)
+        self._cuda.record_into(pool, self)
         self._cuda.begin()
 
     def capture_end(self) -> None:

@@ -90,7 +90,7 @@ def check_pages(device: torch.device) -> None:
         key, value = joined.to(device).split((2, 2), dim=1)
         rounding().append_fp8(key.contiguous(), value, slots.to(device), (found[0], found[1]))
         for mine, theirs in zip(found, expected, strict=True):
-            assert torch.equal(bits(mine), bits(theirs)), dtype
+            assert torch.equal(_without_sign_of_nan(mine), _without_sign_of_nan(theirs)), dtype
 
 
 CASES: dict[str, Callable[[torch.device], None]] = {
@@ -133,6 +133,12 @@ def _assert_filled(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def bits(codes: torch.Tensor) -> torch.Tensor:
     return codes.cpu().view(torch.uint8)
+
+
+def _without_sign_of_nan(codes: torch.Tensor) -> torch.Tensor:
+    """A card forgets it where it widens fp16."""
+    found = bits(codes)
+    return found.where(found & 0x7F != 0x7F, 0x7F)
 
 
 def let_the_interpreter_count() -> None:

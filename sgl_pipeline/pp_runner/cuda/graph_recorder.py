@@ -3,6 +3,7 @@
 The only file that touches CUDA graphs; tests put an emulation in its place. Untested on hardware.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -37,9 +38,9 @@ class CudaGraphRecorder:
     """The recorder of a GPU.
 
     All graphs take their memory from one pool, which is right as long as they never run at the same
-    time. The recorder keeps the pool: a pool owned by its graphs alone is freed with the last of
-    them, and torch ends a later recording into it with an internal error. Other threads may
-    allocate during a recording (NCCL has one that does).
+    time. When the last of them is gone the next recording begins another pool: torch's allocator of
+    page-locked memory has freed its part of the old one, and would end the recording with an
+    internal error. Other threads may allocate during a recording (NCCL has one that does).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,6 +48,7 @@ class CudaGraphRecorder:
         self._memory = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(device)
         self._recording: torch.cuda.CUDAGraph | None = None
+        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -57,7 +59,10 @@ class CudaGraphRecorder:
 
     def begin(self) -> None:
         assert self._recording is None, "a recording within a recording"
+        if not self._alive:
+            self._memory = torch.cuda.MemPool()
         self._recording = torch.cuda.CUDAGraph()
+        self._alive.add(self._recording)
         self._recording.capture_begin(
             pool=self._memory.id,  # type: ignore[arg-type]  # torch's stubs have a NewType of it
             capture_error_mode="thread_local",
