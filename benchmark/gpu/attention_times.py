@@ -1,7 +1,7 @@
 """Attention kernels by themselves: for each kind of step, those that the device could run it with.
 
 Used by `part_kernels.py`. A kernel runs over the pages of many layers in turn, as in a step, so
-that it never finds its keys in the card's cache. Untested on hardware.
+that it never finds its keys in the card's cache.
 """
 
 from collections.abc import Callable, Mapping

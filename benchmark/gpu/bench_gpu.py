@@ -7,7 +7,7 @@ Four parts, run in the order in which they are named: `checks` (is what the card
 end within `--budget-s`: what does not fit, or raises an error, is named. Everything is saved after
 each piece of work, beside predictions made before the first run (`predictions.py`), so that a
 run which is cut short loses nothing. `README.md` says what to run first on a card, and
-`--device cpu` rehearses it. Untested on hardware.
+`--device cpu` rehearses it.
 
 Exits with 1 after a check that failed or had no kernel, and after an unforeseen error.
 """

@@ -1,7 +1,7 @@
 """Is what the GPU computes right? The fast paths against plain torch in higher precision.
 
 Called by `part_checks.py`. Each check gives the largest error and its bound; a
-NaN passes nothing. Untested on hardware.
+NaN passes nothing.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Times a device: calls in a row by the host's clock, kernels one by one by the profiler.
 
-Used by all parts of the GPU benchmark. Untested on hardware.
+Used by all parts of the GPU benchmark.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """Are the experts of a layer right on the card: their products, and who goes to whom?
 
 Called by `part_checks.py`. Whole stages with experts are checked by `checks.py`, against a model
-that uses the same grouped products; here nothing is shared but the router. Untested on hardware.
+that uses the same grouped products; here nothing is shared but the router.
 """
 
 import torch

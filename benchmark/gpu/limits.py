@@ -1,6 +1,6 @@
 """The limits of a card: bytes moved and bf16 arithmetic, measured and by its datasheet.
 
-The benchmark's shares are of the measured limits. Untested on hardware.
+The benchmark's shares are of the measured limits.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """One stage of a model by itself: the real `StageRunner`, fed one step again and again.
 
 Its neighbors are stood in for by a link that has the rows of upstream ready and drops what goes
-downstream, so that times are those of the stage alone. Untested on hardware.
+downstream, so that times are those of the stage alone.
 """
 
 from array import array

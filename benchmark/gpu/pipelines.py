@@ -3,7 +3,7 @@
 As many steps are in flight as the driver is asked for. With as many groups of decodes as that, a
 group's next step leaves when its last one is back, as the server's does; what the server adds is
 the time of its decision. Stage processes that share a card take turns on it: what a depth costs
-over one stage is the price of the split, not a gain. Untested on hardware.
+over one stage is the price of the split, not a gain.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Are products with weights of 8 bits right on the card, with each scheme that it has a kernel for?
 
 Called by `part_checks.py`. Attention to e4m3 pages and whole stages in FP8 are checked by
-`checks.py`, as those of 16 bits are. Untested on hardware.
+`checks.py`, as those of 16 bits are.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Raced by `part_kernels.py`; no stage uses it. `pack_vllm_attention.py` fetches it. The calls are
 those of vLLM 0.25.1's FlashAttention backend in a step without a graph: a schedule once a step,
-then the kernel for each layer, over the same pages as ours. Untested on hardware.
+then the kernel for each layer, over the same pages as ours.
 """
 
 import importlib

@@ -4,8 +4,7 @@ A graph launches all its kernels at once; one by one, their launching takes long
 in steps of few rows. A step is filled up to the next number of rows that has a graph. Graphs belong
 to one epoch, the newest: its plan drops the older ones, and a step of an older epoch runs kernel by
 kernel. A graph holds addresses, so none may outlive a layer that it runs. It must never let a row
-of padding write where a request's keys are. The inputs of the graphs are tested on a CPU; untested
-on hardware.
+of padding write where a request's keys are. The inputs of the graphs are tested on a CPU.
 """
 
 import logging

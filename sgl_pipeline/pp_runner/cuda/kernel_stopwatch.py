@@ -3,7 +3,7 @@ hide.
 
 The GPU is kept busy while the host launches a whole round of calls, so that their kernels then
 follow each other without a gap; events between them give the times. The order of work is tested on
-a CPU with a simulated device; untested on hardware.
+a CPU with a simulated device.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Paged attention on an NVIDIA GPU, by FlashInfer's wrappers (arXiv 2501.01005).
 
 It must never run ahead of the copies of an earlier plan. Written against the sources of
-flashinfer-python 0.6.18 and 0.7.2; the inputs of the wrappers are tested on CPU, the kernels
-themselves are untested on hardware.
+flashinfer-python 0.6.18 and 0.7.2; the inputs of the wrappers are tested on CPU.
 """
 
 from collections.abc import Callable

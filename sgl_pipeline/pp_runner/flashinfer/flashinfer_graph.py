@@ -1,6 +1,6 @@
 """FlashInfer's decode attention as a part of a CUDA graph, for one number of rows.
 
-The graph is recorded with the wrapper's buffers, which each plan fills anew. Untested on hardware.
+The graph is recorded with the wrapper's buffers, which each plan fills anew.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Queries and keys take four kernels on their way to the attention where plain torch takes twenty.
 Written against the sources of flashinfer-python 0.6.18 and 0.7.2; the arguments of the functions
-are tested on CPU, the kernels themselves are untested on hardware.
+are tested on CPU.
 """
 
 from collections.abc import Callable, Sequence

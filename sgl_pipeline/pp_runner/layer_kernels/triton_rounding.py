@@ -3,7 +3,7 @@
 The only file that imports triton. The codes and scales have the bits of `torch_quantized.py` and
 `kv_format.py`, which tests hold by Triton's interpreter on a CPU. e4m3 is made by arithmetic on
 bits: that interpreter rounds differently, and cards before 8.9 have no instruction for it. Compiled
-for cards in the tests; untested on hardware.
+for cards in the tests.
 
 Types of a kernel's arguments are quoted, because Triton's compiler reads annotations too. A
 multiplication and an addition are never one instruction here (`FUSES`): a product that was not
