@@ -55,7 +55,7 @@ class StageArgs:
         "auto",
         "--stage-prefill-kernels",
         help="FlashInfer's attention kernels for prefill chunks: fa2 (any GPU), fa3 (Hopper, "
-        "compute capability 9); auto is FlashInfer's own choice, fa3 on Hopper.",
+        "compute capability 9); auto is fa2, on Hopper for each step the faster of both.",
         choices=("auto", "fa2", "fa3"),
     )
     graphs: str = our_flag(

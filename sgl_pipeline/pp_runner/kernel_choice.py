@@ -26,7 +26,12 @@ from sgl_pipeline.pp_runner.cuda.first_calls import (
     plan_decode_and_prefill,
 )
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
-from sgl_pipeline.pp_runner.cuda.graphed_layers import DECODE_ROWS, MIXED_ROWS, GraphedLayers
+from sgl_pipeline.pp_runner.cuda.graphed_layers import (
+    DECODE_ROWS,
+    MIXED_ROWS,
+    GraphedLayers,
+    mixed_rows_of,
+)
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import (
     FLASHINFER_DTYPES,
@@ -38,6 +43,7 @@ from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kerne
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
@@ -200,9 +206,12 @@ def make_step_layers(
         return RecordedLayers(held_layers, attention)
     if not with_graphs:
         return EagerLayers(held_layers, attention)
-    assert isinstance(backend, FlashInferAttention)
+    spec = held_layers.model.spec
+    assert isinstance(backend, FlashInferAttention) and isinstance(spec, DecoderSpec)
     recorder = CudaGraphRecorder(shape.device)
-    step_layers = GraphedLayers(held_layers, backend, shape, recorder)
+    step_layers = GraphedLayers(
+        held_layers, backend, shape, recorder, mixed_rows=mixed_rows_of(spec)
+    )
     free_bytes, _ = torch.cuda.mem_get_info(shape.device)
     step_layers.prepare(epoch, layers)
     step_layers.record_all()

@@ -174,7 +174,7 @@ def test_every_call_of_the_constructors_binds(monkeypatch: pytest.MonkeyPatch) -
         shape = attention_shape(4, 2, 64, 16, torch.bfloat16)
         parts = open_flashinfer(shape, prefill_kernels)
         parts.open_graph_decode(2, torch.zeros(9, dtype=torch.int32))
-    assert opened == 3 * [PREFILL, DECODE, DECODE]
+    assert opened == [PREFILL, *(3 * [PREFILL, DECODE, DECODE])], "auto opens both"
 
 
 def constructor(

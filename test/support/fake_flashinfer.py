@@ -82,6 +82,7 @@ class FakeDecodeWrapper:
 @dataclass
 class FakePrefillWrapper:
     recorder: Recorder
+    name: str = "prefill"
     arrays: tuple[torch.Tensor, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -103,7 +104,7 @@ class FakePrefillWrapper:
         q_data_type: DataType = "float16",
         kv_data_type: DataType | None = None,
     ) -> None:
-        self.recorder.calls.append("plan prefill")
+        self.recorder.calls.append(f"plan {self.name}")
         self.arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self.options = {
             "sizes": (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
@@ -118,7 +119,7 @@ class FakePrefillWrapper:
     def run(
         self, q: torch.Tensor, paged_kv_cache: Pages, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        self.recorder.calls.append("run prefill")
+        self.recorder.calls.append(f"run {self.name}")
         assert out is not None, "an output of its own would not be the caller's"
         is_causal = self.options["causal"]
         attend(q, paged_kv_cache, self.arrays[0], self.arrays[1:], self.options, is_causal, out)
@@ -185,9 +186,16 @@ class FakeGraphDecodeWrapper(FakeDecodeWrapper):
 class Fakes:
     """A FlashInferAttention on stand-ins, which stay in reach."""
 
-    def __init__(self, shape: AttentionShape, graphs: EmulatedRecorder | None = None) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        graphs: EmulatedRecorder | None = None,
+        *,
+        has_split: bool = False,
+    ) -> None:
         self.recorder = Recorder()
         self.prefill = FakePrefillWrapper(self.recorder)
+        self.split = FakePrefillWrapper(self.recorder, "split") if has_split else None
         self.decode = FakeDecodeWrapper(self.recorder)
         self.graph_decodes: dict[int, FakeGraphDecodeWrapper] = {}
         self._graphs = graphs
@@ -195,7 +203,7 @@ class Fakes:
 
     def open(self, shape: AttentionShape, prefill_kernels: str) -> FlashInferParts:
         return FlashInferParts(
-            self.prefill, self.decode, lambda: self.recorder, self.open_graph_decode
+            self.prefill, self.decode, lambda: self.recorder, self.open_graph_decode, self.split
         )
 
     def open_graph_decode(self, num_rows: int, indices: torch.Tensor) -> FakeGraphDecodeWrapper:

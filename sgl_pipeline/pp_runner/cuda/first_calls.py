@@ -23,21 +23,28 @@ ONE_HEAD = AttentionShape(
 )
 
 
+# Enough for the kernels that split a long context, where heads are too few for the others.
+_MANY_PAGES = 2048
+
+
 def plan_decode_and_prefill(attention: AttentionBackend, shape: AttentionShape) -> None:
-    """Plans a step of a decode and a prefill, of one key each; a plan loads the kernels."""
-    one_each = torch.ones(2, dtype=torch.int32)
-    bounds = torch.arange(3, dtype=torch.int32)
-    attention.plan(
-        PagedLayout(
-            page_size=shape.page_size,
-            num_decodes=1,
-            query_indptr=bounds,
-            page_indptr=bounds,
-            page_indices=torch.zeros(2, dtype=torch.int32),
-            last_page_lengths=one_each,
-            kv_lengths=one_each,
+    """Plans steps of a decode and a prefill of one row each, the latter behind many keys
+    and behind none; a plan loads the kernels."""
+    for num_pages in (_MANY_PAGES, 1):
+        ones = torch.ones(2, dtype=torch.int32)
+        attention.plan(
+            PagedLayout(
+                page_size=shape.page_size,
+                num_decodes=1,
+                query_indptr=torch.arange(3, dtype=torch.int32),
+                page_indptr=torch.tensor([0, 1, 1 + num_pages], dtype=torch.int32),
+                page_indices=torch.zeros(1 + num_pages, dtype=torch.int32),
+                last_page_lengths=ones,
+                kv_lengths=torch.tensor(
+                    [1, 1 + (num_pages - 1) * shape.page_size], dtype=torch.int32
+                ),
+            )
         )
-    )
 
 
 @torch.inference_mode()

@@ -41,8 +41,11 @@ logger = logging.getLogger(__name__)
 
 # Filling up costs little: a step of this few rows takes as long as reading the weights.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_GRAPH_DECODES)
-# Steps with prefill; with more rows the kernels take longer than launching them.
-MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512)
+# Steps with prefill, as far as `mixed_rows` allows.
+MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
+# Of a layer's products. With more of them its kernels take longer than launching them: on an H200's
+# host 0.35 ms, in which the card does this much (benchmark/results/2026-11-27_1952_2_gpu.md).
+_LAUNCHED_FLOPS = 2e11
 # Page references of a decode graph, for each page of the pool: requests share pages.
 _REFERENCES_PER_PAGE = 4
 # For `graph_memory_bytes`. A wrapper's buffer of indices is what FlashInfer allocates.
@@ -206,6 +209,21 @@ class GraphedLayers:
         return inputs, None if hidden is None else hidden[:rows]
 
 
+def mixed_rows_of(spec: DecoderSpec) -> tuple[int, ...]:
+    """The numbers of rows of steps with prefill that gain by a graph, ascending; at least one.
+
+    Where kernels take longer than their launching, rows that fill a step up cost more than a graph
+    saves. Not run on hardware with more than 512 rows.
+    """
+    heads = 2 * spec.num_query_heads + 2 * spec.num_kv_heads
+    weights = spec.hidden_size * (heads * spec.head_dim + 3 * spec.intermediate_size)
+    if spec.experts is not None:
+        each = 3 * spec.hidden_size * spec.experts.inner_size
+        weights = spec.hidden_size * heads * spec.head_dim + spec.experts.experts_per_token * each
+    most_rows = _LAUNCHED_FLOPS / (2 * weights)
+    return MIXED_ROWS[:1] + tuple(rows for rows in MIXED_ROWS[1:] if rows <= most_rows)
+
+
 def graph_memory_bytes(shape: AttentionShape, spec: DecoderSpec, num_layers: int) -> int:
     """GPU memory of graphs and FlashInfer's wrappers, to be kept free beside the KV pool.
 
@@ -214,8 +232,9 @@ def graph_memory_bytes(shape: AttentionShape, spec: DecoderSpec, num_layers: int
     size.
     """
     wrappers = workspace_bytes(shape) + (2 + len(DECODE_ROWS)) * _WRAPPER_BYTES
-    activations = max(*DECODE_ROWS, *MIXED_ROWS) * layer_row_bytes(spec, shape.dtype.itemsize)
-    num_kernels = (len(DECODE_ROWS) + len(MIXED_ROWS)) * num_layers * _KERNELS_PER_LAYER
+    mixed_rows = mixed_rows_of(spec)
+    activations = max(*DECODE_ROWS, *mixed_rows) * layer_row_bytes(spec, shape.dtype.itemsize)
+    num_kernels = (len(DECODE_ROWS) + len(mixed_rows)) * num_layers * _KERNELS_PER_LAYER
     return wrappers + activations + num_kernels * _KERNEL_BYTES
 
 

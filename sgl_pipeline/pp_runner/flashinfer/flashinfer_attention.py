@@ -20,6 +20,7 @@ from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import (
     window_left,
 )
 from sgl_pipeline.pp_runner.flashinfer.kernel_builds import building_kernels
+from sgl_pipeline.pp_runner.flashinfer.split_keys import split_keys_are_faster
 
 _WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation, for partial results of split keys
 MAX_GRAPH_DECODES = 256  # the most rows of a decode graph
@@ -42,8 +43,9 @@ def open_flashinfer(
     """
     with building_kernels():
         import flashinfer
-    if prefill_kernels == "fa3":
-        _require_hopper(shape.device)
+    is_hopper = torch.cuda.get_device_capability(shape.device)[0] == 9
+    if prefill_kernels == "fa3" and not is_hopper:
+        raise _no_hopper(shape.device)
     workspace = torch.zeros(workspace_bytes(shape), dtype=torch.uint8, device=shape.device)
     group = shape.num_query_heads // shape.num_kv_heads
     if use_tensor_cores is None:
@@ -64,10 +66,13 @@ def open_flashinfer(
             ),
         )
 
+    def open_prefill(kernels: str) -> Wrapper:
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
+
+    chooses = prefill_kernels == "auto" and is_hopper and shape.coded_dtype is None
     return FlashInferParts(
-        prefill=flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=prefill_kernels
-        ),
+        prefill=open_prefill(prefill_kernels),
+        split_prefill=open_prefill("fa2") if chooses else None,
         decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=use_tensor_cores
         ),
@@ -76,14 +81,13 @@ def open_flashinfer(
     )
 
 
-def _require_hopper(device: torch.device) -> None:
+def _no_hopper(device: torch.device) -> ConfigurationError:
     """FlashInfer itself would compile its fa3 kernels for any GPU, and fail at the first launch."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        raise ConfigurationError(
-            f"--stage-prefill-kernels fa3 needs a GPU of compute capability 9 (Hopper), this is "
-            f"{major}.{minor}; choose fa2 or auto"
-        )
+    return ConfigurationError(
+        f"--stage-prefill-kernels fa3 needs a GPU of compute capability 9 (Hopper), this is "
+        f"{major}.{minor}; choose fa2 or auto"
+    )
 
 
 def workspace_bytes(shape: AttentionShape) -> int:
@@ -107,7 +111,8 @@ class FlashInferAttention:
 
     Args:
         shape: head dim 64, 128 or 256.
-        prefill_kernels: of the prefill wrapper: fa2, fa3 or auto, which is FlashInfer's own choice.
+        prefill_kernels: for chunks of prompts: fa2, fa3 or auto, which on a Hopper is the faster of
+            both for the chunks of each step (`split_keys.py`), elsewhere fa2.
         open_parts: makes the wrappers.
 
     Raises ConfigurationError for a dtype or head dim without a kernel, for prefill kernels that the
@@ -140,6 +145,7 @@ class FlashInferAttention:
         self._shape = shape
         self._parts = open_parts(shape, prefill_kernels)
         self._planned = self._parts.open_event()
+        self._prefill = self._parts.prefill
         self._num_decodes = 0
         self._num_rows = 0
 
@@ -212,11 +218,14 @@ class FlashInferAttention:
         if decodes > 0:
             self._parts.decode.run(query[:decodes], pages, out=out[:decodes])
         if self._num_rows > decodes:
-            self._parts.prefill.run(query[decodes:], pages, out=out[decodes:])
+            self._prefill.run(query[decodes:], pages, out=out[decodes:])
 
     def _plan_prefills(self, layout: PagedLayout, page_indices: torch.Tensor) -> None:
-        decodes, shape = layout.num_decodes, self._shape
-        self._parts.prefill.plan(
+        decodes, shape, split_prefill = layout.num_decodes, self._shape, self._parts.split_prefill
+        self._prefill = self._parts.prefill
+        if split_prefill is not None and split_keys_are_faster(layout, shape):
+            self._prefill = split_prefill
+        self._prefill.plan(
             layout.query_indptr[decodes:] - decodes,
             layout.page_indptr[decodes:] - layout.page_indptr[decodes],
             page_indices,

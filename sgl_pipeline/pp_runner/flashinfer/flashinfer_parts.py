@@ -43,14 +43,16 @@ class Event(Protocol):
 class FlashInferParts:
     """The objects that use the GPU; tests replace them by recorders.
 
-    `open_graph_decode(rows, indices)` returns a decode wrapper for CUDA graphs of `rows` rows,
-    which keeps page indices in `indices` (int32, on the device).
+    `split_prefill` has FA2's kernels beside FA3's in `prefill`; None where there are no two to
+    choose from. `open_graph_decode(rows, indices)` returns a decode wrapper for CUDA graphs of
+    `rows` rows, which keeps page indices in `indices` (int32, on the device).
     """
 
     prefill: Wrapper
     decode: Wrapper
     open_event: Callable[[], Event]
     open_graph_decode: Callable[[int, torch.Tensor], Wrapper]
+    split_prefill: Wrapper | None = None
 
 
 def plan_decodes(

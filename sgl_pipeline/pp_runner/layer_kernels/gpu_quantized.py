@@ -2,8 +2,8 @@
 
 `why_without_kernel` must be asked first. A product in FP8 is two kernels: rows are rounded
 (`row_rounding.py`), then multiplied. Nothing waits for the GPU, so CUDA graphs can hold it. Written
-against torch 2.13, whose own checks of dtypes, shapes and strides run in the tests; run with 2.11 on
-an H200.
+against torch 2.13, whose own checks of dtypes, shapes and strides run in the tests; it has run with
+2.11 on an H200.
 """
 
 import logging

@@ -16,6 +16,7 @@ from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
 from support.real_flashinfer import EmulatedCard, emulated_card
 from support.scaled_products import require_scaled_products
 
+from benchmark.gpu.shapes import spec_of
 from sgl_pipeline.pp_runner.attention.attention_backend import SameAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
@@ -25,6 +26,7 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     MIXED_ROWS,
     GraphedLayers,
     graph_memory_bytes,
+    mixed_rows_of,
 )
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
@@ -350,6 +352,16 @@ def test_the_memory_estimate_grows_with_the_stage() -> None:
     assert 128 * 2**20 < few < many < 2**30
     assert list(DECODE_ROWS) == sorted(DECODE_ROWS)
     assert list(MIXED_ROWS) == sorted(MIXED_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("model", "most_rows"), [("Qwen3-0.6B", 2048), ("Qwen3-8B", 512), ("Qwen3-14B", 256)]
+)
+def test_graphs_end_where_kernels_take_longer_than_their_launching(
+    model: str, most_rows: int
+) -> None:
+    """As on an H200: 8B gains by a graph of 512 rows, 14B loses by one of 320."""
+    assert max(mixed_rows_of(spec_of(model))) == most_rows
 
 
 @pytest.mark.gpu

@@ -236,12 +236,10 @@ def test_a_start_opens_what_rounds_keys_and_values() -> None:
 
 
 def test_a_start_plans_both_wrappers_with_what_they_can_compute() -> None:
-    fakes = Fakes(SHAPE)
+    fakes = Fakes(SHAPE, has_split=True)
     plan_decode_and_prefill(fakes.attention, SHAPE)
-    assert [call for call in fakes.recorder.calls if "plan" in call] == [
-        "plan decode",
-        "plan prefill",
-    ]
+    planned = [call for call in fakes.recorder.calls if "plan" in call]
+    assert planned == ["plan decode", "plan split", "plan decode", "plan prefill"]
     pages = torch.randn(2, 1, 16, 2, 64).bfloat16()
     out = fakes.attention.attend(torch.ones(2, 4, 64).bfloat16(), pages[0], pages[1])
     assert torch.equal(out[0, ::2], pages[1, 0, 0])  # one key: attention is its value

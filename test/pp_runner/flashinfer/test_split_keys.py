@@ -1,0 +1,57 @@
+"""Which chunks of prompts FA2 serves on a Hopper, against the times that an H200 took."""
+
+import json
+
+import pytest
+import torch
+from support.fake_flashinfer import Fakes
+from support.paged_attention import ChunkExtent, attention_shape, random_problem
+
+from benchmark.gpu.checks import random_layout
+from benchmark.gpu.shapes import PAGE_SIZE, prefill_step, spec_of
+from benchmark.support.paths import RESULTS
+from sgl_pipeline.pp_runner.flashinfer.split_keys import split_keys_are_faster
+
+CPU = torch.device("cpu")
+MEASURED = json.loads((RESULTS / "2026-11-27_1954_gpu.json").read_text())["rows"]["attention"]
+STEPS = {
+    step.name: step
+    for step in (
+        *(prefill_step(length) for length in (256, 2048, 8192)),
+        prefill_step(512, 4096),
+        prefill_step(128, 16_384),
+    )
+}
+RACES = sorted({(row["model"], row["step"]) for row in MEASURED if row["step"] in STEPS})
+
+
+@pytest.mark.parametrize(("model", "step"), RACES)
+def test_the_faster_kernels_are_chosen(model: str, step: str) -> None:
+    took_ms = {
+        row["kernels"]: row["layer_ms"]
+        for row in MEASURED
+        if (row["model"], row["step"]) == (model, step)
+    }
+    shape = spec_of(model).attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)[0]
+    layout = random_layout(STEPS[step].chunks, PAGE_SIZE, seed=0)
+    assert split_keys_are_faster(layout, shape) is (took_ms["fa2"] < took_ms["fa3"])
+
+
+def test_many_prompts_fill_the_card_and_need_no_split() -> None:
+    shape = spec_of("Qwen3-8B").attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)[0]
+    (alone,) = prefill_step(128, 16_384).chunks
+    assert split_keys_are_faster(random_layout([alone], PAGE_SIZE, seed=0), shape)
+    assert not split_keys_are_faster(random_layout([alone] * 8, PAGE_SIZE, seed=0), shape)
+
+
+def test_a_step_runs_the_kernels_that_it_was_planned_with() -> None:
+    """And decodes beside the chunk do not count."""
+    shape = attention_shape(4, 2, 64, 16, torch.bfloat16)
+    fakes = Fakes(shape, has_split=True)
+    for start, name in ((0, "prefill"), (4000, "split"), (0, "prefill")):
+        problem = random_problem([ChunkExtent(4000, 1), ChunkExtent(start, 5)], shape)
+        fakes.recorder.calls.clear()
+        fakes.attention.plan(problem.layout)
+        fakes.attention.attend(problem.query, problem.key_pages, problem.value_pages)
+        ours = [call for call in fakes.recorder.calls if call.endswith(("prefill", "split"))]
+        assert ours == [f"plan {name}", f"run {name}"]
