@@ -100,6 +100,11 @@ class SeparateExperts:
             start = end
         return torch.cat(outputs)
 
+    def of_row(self, row: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Returns [1, K, H] for `row` [1, H], with the bits of groups: the results of its `experts`
+        [1, K], in their order. Nothing is to be sorted, which takes longer than a small expert."""
+        return torch.cat([self._mlps[expert](row) for expert in experts[0].tolist()])[None]
+
 
 def groups_stay_on_device(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """True if `grouped_mm` leaves the ends of its groups on a GPU of this compute capability.
@@ -210,13 +215,20 @@ class SparseMlp:
 
     def _mix(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The weighted sum [T, H], in fp32, of the results of each row's experts."""
+        if len(x) == 1 and isinstance(self._experts, SeparateExperts):
+            by_row = self._experts.of_row(x, routing.experts)
+        else:
+            by_row = self._in_groups(x, routing.experts)
+        return (by_row * routing.weights[..., None]).sum(dim=1)
+
+    def _in_groups(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The results [T, K, H] of each row's `experts` [T, K], in their order."""
         per_row = self._spec.experts_per_token
-        by_expert, order = routing.experts.flatten().sort(stable=True)
+        by_expert, order = experts.flatten().sort(stable=True)
         all_experts = torch.arange(self._spec.num_experts, device=x.device)
         ends = torch.searchsorted(by_expert, all_experts, right=True, out_int32=True)
         outputs = self._experts(x[order // per_row], ends)
-        by_row = outputs[order.argsort()].unflatten(0, (-1, per_row))
-        return (by_row * routing.weights[..., None]).sum(dim=1)
+        return outputs[order.argsort()].unflatten(0, (-1, per_row))
 
 
 def _router_bias(
