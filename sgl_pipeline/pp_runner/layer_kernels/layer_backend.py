@@ -67,7 +67,7 @@ class Routing(NamedTuple):
 
 
 class RoutingRule(Protocol):
-    """How a router chooses: K of E experts, whose weights sum to one if they are normalized."""
+    """The choice of a router: K of E experts, whose weights sum to one if they are normalized."""
 
     @property
     def num_experts(self) -> int: ...
