@@ -9,9 +9,10 @@ import torch
 from benchmark.gpu.checked_weights import UpcastWeights
 from benchmark.gpu.checks import Check, row_error
 from benchmark.gpu.lone_stage import kernels_for
+from sgl_pipeline.pp_runner.layer_kernels.torch_router import TorchRouter
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
-from sgl_pipeline.pp_runner.model.moe import Router, SeparateExperts, SparseMlp, StackedExperts
+from sgl_pipeline.pp_runner.model.moe import SeparateExperts, SparseMlp, StackedExperts
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 
 # A row of bf16: the gated products and the results of each expert are rounded to it.
@@ -32,7 +33,7 @@ def check_experts(spec: DecoderSpec, name: str, device: torch.device) -> Check:
         prefix, UpcastWeights(weights), kernels_for(device, torch.float32, "torch")
     )
     gate = stacked.weight(spec.names.router, (experts.num_experts, spec.hidden_size))
-    router, sizes = Router(experts, gate), (spec.names, spec.hidden_size, experts)
+    router, sizes = TorchRouter(experts, gate), (spec.names, spec.hidden_size, experts)
     found, expected = (
         SparseMlp(experts, router, kind.load(tensors, *sizes), None)
         for kind, tensors in ((StackedExperts, stacked), (SeparateExperts, separate))

@@ -52,6 +52,10 @@ void sglp_output_gate(int is_bf16, int64_t num_rows, int size, const void* rows,
                       void* gated, int num_threads);
 void sglp_reorder(int64_t num_rows, int size, const void* rows, const int64_t* order,
                   void* reordered, int num_threads);
+void sglp_route(int is_bf16, int64_t num_rows, int64_t size, int num_experts, int num_outputs,
+                int experts_per_token, int normalized, const void* rows, const float* weight,
+                const float* SGLP_OR_NULL bias, int64_t* experts, float* weights,
+                float* shared_weights, int num_threads);
 void sglp_gated_delta(int is_bf16, const int32_t* run_indptr, int num_chunks,
                       const int32_t* row_indptr, int num_key_heads, int num_value_heads,
                       int key_dim, int value_dim, int conv_width, const int64_t* read_slots,

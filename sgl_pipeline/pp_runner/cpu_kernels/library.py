@@ -73,6 +73,8 @@ class CpuKernels:
         self.clamped_gate = kernel("clamped_gate")
         self.output_gate = kernel("output_gate")
         self.reorder = kernel("reorder")
+        # The experts of rows (routing.cpp).
+        self.route = kernel("route")
         # The gated delta rule, with a state per request (gated_delta.cpp).
         self.gated_delta = kernel("gated_delta")
         # Products of rows with a packed weight: bf16 (products.cpp), 8 bits (int8_products.cpp),

@@ -55,6 +55,7 @@ constexpr Kernel kKernels[] = {
     {"clamped_gate", Recorded<sglp_clamped_gate>::run},
     {"output_gate", Recorded<sglp_output_gate>::run},
     {"reorder", Recorded<sglp_reorder>::run},
+    {"route", Recorded<sglp_route>::run},
     {"gated_delta", Recorded<sglp_gated_delta>::run},
     {"product", Recorded<sglp_product>::run},
     {"int8_product", Recorded<sglp_int8_product>::run},

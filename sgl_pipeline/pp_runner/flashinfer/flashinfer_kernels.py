@@ -23,9 +23,12 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     Linear,
     RmsNorm,
     Rotation,
+    Router,
+    RoutingRule,
 )
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import RowRounding, open_row_rounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
+from sgl_pipeline.pp_runner.layer_kernels.torch_router import TorchRouter
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
@@ -156,6 +159,11 @@ class FlashInferKernels:
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         return GatedLinear(self.linear(weight, bias), self.gate)
+
+    def router(
+        self, rule: RoutingRule, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Router:
+        return TorchRouter(rule, weight, bias)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         # A step that samples nothing asks for the norm of no rows, for which there is no kernel.

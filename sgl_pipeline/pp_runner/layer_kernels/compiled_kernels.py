@@ -20,6 +20,7 @@ from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import (
     CompiledInt8Linear,
     CompiledMxfp4Linear,
 )
+from sgl_pipeline.pp_runner.layer_kernels.compiled_router import CompiledRouter
 from sgl_pipeline.pp_runner.layer_kernels.gated_delta import GatedDeltaWeights, LayerStates
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     GateClamp,
@@ -28,6 +29,8 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     Linear,
     RmsNorm,
     Rotation,
+    Router,
+    RoutingRule,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
 from sgl_pipeline.pp_runner.weights.quantized_weights import (
@@ -81,6 +84,12 @@ class CompiledKernels:
         if isinstance(weight, Mxfp4Weight):
             return CompiledMxfp4Linear(kernels, weight, bias, is_gated=is_gated)
         return CompiledExpandedLinear(kernels, weight, bias, is_gated=is_gated)
+
+    def router(
+        self, rule: RoutingRule, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Router:
+        """See `LayerKernels.router`."""
+        return CompiledRouter(self._kernels, rule, weight, bias)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """See `LayerKernels.norm`."""

@@ -2,7 +2,7 @@
 
 `pp_runner/kernel_choice.py` chooses between them. Shapes: T rows of the step, H hidden size, F
 feed-forward size, Hq query heads, Hkv key/value heads, D head dim, of which R are rotated, N pages,
-S page size, W width of a row in a page.
+S page size, W width of a row in a page, E experts, K experts of a row.
 """
 
 from collections.abc import Callable
@@ -54,6 +54,39 @@ class GateClamp:
     limit: float
 
 
+class Routing(NamedTuple):
+    """The experts of rows: `experts` [T, K] int64, best first, and their `weights` [T, K] fp32.
+
+    `shared_weight` [T, 1] fp32 is the shared expert's weight; empty, [T, 0], without a shared
+    expert.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    shared_weight: torch.Tensor
+
+
+class RoutingRule(Protocol):
+    """The choice of a router: K of E experts, whose weights sum to one if they are normalized."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def experts_per_token(self) -> int: ...
+
+    @property
+    def normalized(self) -> bool: ...
+
+
+class Router(Protocol):
+    """Softmax over the experts, then the K best (transformers: `MixtralTopKRouter`,
+    `Qwen2MoeTopKRouter`), all in fp32; the shared expert's sigmoid gate is one more row of it."""
+
+    def __call__(self, x: torch.Tensor) -> Routing:
+        """The routing of rows `x` [T, H]."""
+
+
 class Linear(Protocol):
     """A matrix product with a weight of its own."""
 
@@ -89,6 +122,12 @@ class LayerKernels(Protocol):
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         """`gate` of the product with `weight` [2 F, in] and `bias` [2 F], gate first: [T, F]. As
         for `linear`, the caller drops its reference."""
+
+    def router(
+        self, rule: RoutingRule, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Router:
+        """The router with `weight` [E, H], or [E + 1, H] with the shared expert's gate last, and
+        `bias` of as many numbers, if any."""
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         """The normed `rows` [T, H]."""

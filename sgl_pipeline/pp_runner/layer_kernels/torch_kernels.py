@@ -21,8 +21,11 @@ from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
     Linear,
     RmsNorm,
     Rotation,
+    Router,
+    RoutingRule,
 )
 from sgl_pipeline.pp_runner.layer_kernels.torch_quantized import torch_linear
+from sgl_pipeline.pp_runner.layer_kernels.torch_router import TorchRouter
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
 
@@ -34,6 +37,11 @@ class TorchKernels:
 
     def gated_linear(self, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         return GatedLinear(self.linear(weight, bias), self.gate)
+
+    def router(
+        self, rule: RoutingRule, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Router:
+        return TorchRouter(rule, weight, bias)
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         if not norm.offset:

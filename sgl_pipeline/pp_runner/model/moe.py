@@ -7,56 +7,23 @@ the order of its routing: in fp32 on a CPU a row's bits do not depend on the row
 Shapes: T rows, H hidden size, F an expert's size, E experts, K experts of a row.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.pp_runner.layer_kernels.layer_backend import GateClamp, LayerKernels
-from sgl_pipeline.pp_runner.layer_kernels.torch_linear import TorchLinear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import (
+    GateClamp,
+    LayerKernels,
+    Router,
+    Routing,
+)
 from sgl_pipeline.pp_runner.model.families import MlpNames, TensorNames
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model.mlp import GatedMlp
 from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec
 from sgl_pipeline.pp_runner.weights.quantized_weights import join, part_of
-
-
-class Routing(NamedTuple):
-    """The experts of rows: `experts` [T, K] int64, best first, and their `weights` [T, K] fp32.
-
-    `shared_weight` [T, 1] fp32 is the shared expert's weight; empty, [T, 0], without a shared
-    expert.
-    """
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-    shared_weight: torch.Tensor
-
-
-class Router:
-    """Softmax over the experts, then the K best (transformers: `MixtralTopKRouter`,
-    `Qwen2MoeTopKRouter`), all in fp32; the shared expert's sigmoid gate is one more row of it.
-
-    Args:
-        weight: [E, H], or [E + 1, H] with the shared expert's gate last.
-        bias: [E], if there is one.
-    """
-
-    def __init__(
-        self, spec: ExpertSpec, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> None:
-        self._spec = spec
-        self._linear = TorchLinear(weight.float(), None if bias is None else bias.float())
-
-    def __call__(self, x: torch.Tensor) -> Routing:
-        """The routing of rows `x` [T, H]."""
-        logits = self._linear(x.float())
-        probabilities = logits[:, : self._spec.num_experts].softmax(dim=-1)
-        weights, experts = probabilities.topk(self._spec.experts_per_token, dim=-1)
-        if self._spec.normalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return Routing(experts, weights, logits[:, self._spec.num_experts :].sigmoid())
 
 
 class Experts(Protocol):
@@ -99,6 +66,11 @@ class SeparateExperts:
                 outputs.append(mlp(rows[start:end]))
             start = end
         return torch.cat(outputs)
+
+    def of_row(self, row: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Returns [1, K, H] for `row` [1, H], with the bits of groups: the results of its `experts`
+        [1, K], in their order. Nothing is to be sorted, which takes longer than a small expert."""
+        return torch.cat([self._mlps[expert](row) for expert in experts[0].tolist()])[None]
 
 
 def groups_stay_on_device(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -196,7 +168,7 @@ class SparseMlp:
         experts = experts_of(gates[0].device)
         return cls(
             spec,
-            Router(spec, torch.cat(gates), _router_bias(tensors, names, spec)),
+            tensors.kernels.router(spec, torch.cat(gates), _router_bias(tensors, names, spec)),
             experts.load(tensors, names, hidden_size, spec),
             shared_expert,
         )
@@ -210,13 +182,20 @@ class SparseMlp:
 
     def _mix(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The weighted sum [T, H], in fp32, of the results of each row's experts."""
+        if len(x) == 1 and isinstance(self._experts, SeparateExperts):
+            by_row = self._experts.of_row(x, routing.experts)
+        else:
+            by_row = self._in_groups(x, routing.experts)
+        return (by_row * routing.weights[..., None]).sum(dim=1)
+
+    def _in_groups(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The results [T, K, H] of each row's `experts` [T, K], in their order."""
         per_row = self._spec.experts_per_token
-        by_expert, order = routing.experts.flatten().sort(stable=True)
+        by_expert, order = experts.flatten().sort(stable=True)
         all_experts = torch.arange(self._spec.num_experts, device=x.device)
         ends = torch.searchsorted(by_expert, all_experts, right=True, out_int32=True)
         outputs = self._experts(x[order // per_row], ends)
-        by_row = outputs[order.argsort()].unflatten(0, (-1, per_row))
-        return (by_row * routing.weights[..., None]).sum(dim=1)
+        return outputs[order.argsort()].unflatten(0, (-1, per_row))
 
 
 def _router_bias(

@@ -15,9 +15,9 @@ from benchmark.gpu.shapes import (
     SPARSE_MODELS,
     spec_of,
 )
-from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, Linear
+from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, Linear, Routing
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model.moe import Router, Routing, StackedExperts
+from sgl_pipeline.pp_runner.model.moe import SparseMlp, StackedExperts
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
 
@@ -76,15 +76,14 @@ def test_a_wrong_expert_of_a_stage_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 def routing_of_a_check(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
     """The experts of every row, [layers and runs of a step, its stages]."""
     seen = list[torch.Tensor]()
-    route: Callable[[Router, torch.Tensor], Routing] = Router.__call__
+    mix: Callable[[SparseMlp, torch.Tensor, Routing], torch.Tensor] = SparseMlp._mix
 
-    def watched(router: Router, x: torch.Tensor) -> Routing:
-        routing = route(router, x)
+    def watched(mlp: SparseMlp, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         seen.append(routing.experts.sort(dim=1).values)
-        return routing
+        return mix(mlp, x, routing)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Router, "__call__", watched)
+        patch.setattr(SparseMlp, "_mix", watched)
         checks.check_stage(SPEC, "tiny-moe", CPU, "auto")
     steps = [
         seen[first : first + NUM_STAGES * RUNS_A_STEP]

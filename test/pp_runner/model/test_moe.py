@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.layer_kernels.torch_router import TorchRouter
 from sgl_pipeline.pp_runner.model.families import TensorNames
 from sgl_pipeline.pp_runner.model.layer_tensors import LayerTensors
 from sgl_pipeline.pp_runner.model.model_spec import ExpertSpec
-from sgl_pipeline.pp_runner.model.moe import Router, SeparateExperts, SparseMlp, StackedExperts
+from sgl_pipeline.pp_runner.model.moe import SeparateExperts, SparseMlp, StackedExperts
 
 HIDDEN, INNER, SHARED, NUM_EXPERTS = 64, 48, 80, 8
 NAMES = TensorNames()
@@ -168,7 +169,7 @@ def test_routing_is_in_fp32_for_a_model_in_bf16():
         shared_inner_size=0,
         layers=frozenset(),
     )
-    routing = Router(spec, weight.bfloat16())(x.bfloat16())
+    routing = TorchRouter(spec, weight.bfloat16())(x.bfloat16())
     assert routing.experts.tolist() == [[1]]
     assert routing.weights.dtype == torch.float32
     assert routing.weights.item() == pytest.approx(0.5 + 2.0**-7 / 4, abs=1e-4)
