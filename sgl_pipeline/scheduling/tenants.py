@@ -65,8 +65,8 @@ class Tenants:
     """All tenants that are owed anything, or have had more than the others.
 
     `on_fell` is called with each tenant whose level may have fallen. Service is in predicted
-    milliseconds where step times are known, and in weighted tokens until then. `has_several` is true
-    once requests of a second tenant have come, also after all others are forgotten.
+    milliseconds where step times are known, and in weighted tokens until then. `has_several` is
+    true once requests of a second tenant have come, and stays so.
 
     Args:
         weights: of the tenants by name; `DEFAULT_WEIGHT` for any other.
