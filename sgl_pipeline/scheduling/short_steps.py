@@ -16,9 +16,9 @@ A newcomer's prompt that nearly fits is not cut: it would end a step later, and 
 sooner in a step that is longer by less than that step's share of them, one of the pipeline's depth.
 
 While times are not known, the first steps of a server that several tenants share are bounded by
-tokens, a number that grows from step to step. The time until times are known is that of so many
-steps, so short ones end it sooner, and their lengths differ as a fit needs. Where times are never
-known, the number soon exceeds all that a policy allows.
+tokens, a number that grows from step to step. Times are known after a number of steps, sooner if
+these are short, and a fit needs steps that differ. Where times are never known, the number exceeds
+what a policy allows after some hundred steps.
 """
 
 from dataclasses import replace
