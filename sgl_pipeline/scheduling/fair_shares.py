@@ -80,7 +80,7 @@ class FairShares:
 
     def bounded(self, budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
         """`budget` for steps that a newcomer can wait for."""
-        return self._short_steps.bounded(budget, load)
+        return self._short_steps.bounded(budget, load, is_shared=self.tenants.has_several)
 
     def charge(self, step: Microbatch, times: StepTimes | None) -> None:
         """`step` has been decided: counts its service and its length."""

@@ -14,6 +14,11 @@ queue, is its wait. Prefill is bounded by a step's predicted time, the greatest 
 
 A newcomer's prompt that nearly fits is not cut: it would end a step later, and passes the stages
 sooner in a step that is longer by less than that step's share of them, one of the pipeline's depth.
+
+While times are not known, the first steps of a server that several tenants share are bounded by
+tokens, a number that grows from step to step. Times are known after a number of steps, sooner if
+these are short, and a fit needs steps that differ. Where times are never known, the number exceeds
+what a policy allows after some hundred steps.
 """
 
 from dataclasses import replace
@@ -34,6 +39,11 @@ MIN_GROWTH = 0.25
 LEAST_PREFILL_TOKENS = 32
 # Of the policy's step, that are tried.
 _PARTS = 64
+# Prompt tokens of a server's first step while times are not known, and the number of steps after
+# which there are four times as many, nine times after twice as many steps: 256 when a server that
+# learns times knows them.
+FIRST_PREFILL_TOKENS = 64
+GROWTH_STEPS = 64
 
 
 class ShortSteps:
@@ -57,14 +67,22 @@ class ShortSteps:
             self._mean_ms = step_ms
         self._mean_ms += FORGOTTEN_SHARE * (step_ms - self._mean_ms)
 
-    def bounded(self, budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
-        """`budget` with the bound; itself where that changes nothing, or times are not known.
+    def bounded(
+        self, budget: TokenBudget, load: PipelineLoad, *, is_shared: bool = True
+    ) -> TokenBudget:
+        """`budget` with the bound; itself where that changes nothing.
 
         It is `bound_by` the bound where that is predicted to shorten the step.
+
+        Args:
+            is_shared: whether requests of more than one tenant have come. Without them there is no
+                bound while times are not known.
         """
         times = load.step_times
-        if times is None or not self._cost_share or not budget.prefill_tokens:
+        if not self._cost_share or not budget.prefill_tokens:
             return budget
+        if times is None:
+            return _slow_start(budget, load) if is_shared else budget
         decodes = _decodes_of(budget, load)
         least_ms = _least_ms(decodes, times)
         limit = budget.time
@@ -89,6 +107,22 @@ class ShortSteps:
         """Milliseconds of the bound of a step that would be `whole` without it."""
         mean_ms = (self._mean_ms or 0.0) / FILLED_SHARE
         return max(least_ms, min(mean_ms, shortest_ms(whole, times, self._cost_share)))
+
+
+def _slow_start(budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
+    """`budget` with no more prefill than a step of that number may have while times are not
+    known."""
+    tokens = first_steps_tokens(load.step_id)
+    if budget.prefill_tokens <= tokens:
+        return budget
+    is_shorter = tokens < load.waiting_tokens
+    bound_by = "fair-step" if is_shorter else budget.bound_by
+    return replace(budget, prefill_tokens=tokens, bound_by=bound_by)
+
+
+def first_steps_tokens(step_id: int) -> int:
+    """The most prompt tokens of step `step_id`, counted from 0, while times are not known."""
+    return int(FIRST_PREFILL_TOKENS * (1.0 + step_id / GROWTH_STEPS) ** 2)
 
 
 def _least_ms(decodes: StepWork, times: StepTimes) -> float:

@@ -1,9 +1,17 @@
 """Steps that a newcomer can wait for: how long they are, and what that may cost."""
 
+from dataclasses import replace
+
 import pytest
 
+from sgl_pipeline.migration.online_fit import FIRST_FIT_STEPS
 from sgl_pipeline.pipeline_load import PipelineLoad, TimeLimit, TokenBudget
-from sgl_pipeline.scheduling.short_steps import LEAST_STEPS, ShortSteps, shortest_ms
+from sgl_pipeline.scheduling.short_steps import (
+    LEAST_STEPS,
+    ShortSteps,
+    first_steps_tokens,
+    shortest_ms,
+)
 from sgl_pipeline.step_work import StepWork
 
 FIXED_MS, TOKEN_MS = 5.0, 0.03
@@ -112,9 +120,46 @@ def test_decodes_leave_room_for_prefill() -> None:
     assert limit is not None and limit.step_ms > TIMES.step_ms(crowd)
 
 
-def test_nothing_changes_without_times_or_where_nothing_may_cost() -> None:
-    assert ShortSteps(0.03).bounded(BUDGET, load(times=None)) is BUDGET
-    assert ShortSteps(0.0).bounded(BUDGET, load()) is BUDGET
+@pytest.mark.parametrize("times", [None, TIMES], ids=["unknown", "known"])
+def test_nothing_changes_where_nothing_may_cost(times: Times | None) -> None:
+    assert ShortSteps(0.0).bounded(BUDGET, load(times)) is BUDGET
+
+
+def first_step(step_id: int, budget: TokenBudget = BUDGET, waiting: int = 100_000) -> TokenBudget:
+    """The bounded budget of that step of a server that several tenants share, without times."""
+    cold = replace(load(times=None), step_id=step_id, waiting_tokens=waiting)
+    return ShortSteps(0.03).bounded(budget, cold)
+
+
+def test_without_times_nothing_changes_where_one_tenant_has_come() -> None:
+    cold = load(times=None)
+    assert ShortSteps(0.03).bounded(BUDGET, cold, is_shared=False) is BUDGET
+
+
+def test_the_first_steps_without_times_grow_from_short_ones_until_times_are_learned() -> None:
+    steps = [first_step(step_id) for step_id in range(FIRST_FIT_STEPS)]
+    lengths = [one.prefill_tokens for one in steps]
+    assert lengths == sorted(set(lengths)), "a fit needs steps that differ"
+    assert lengths[0] <= BUDGET.prefill_tokens / 16
+    assert lengths[-1] < BUDGET.prefill_tokens / 7
+    assert {one.bound_by for one in steps} == {"fair-step"}
+    assert all(one.time is None for one in steps)
+
+
+def test_where_times_are_never_known_the_policy_decides_in_the_end() -> None:
+    assert first_step(5 * FIRST_FIT_STEPS) is BUDGET
+    assert first_step(10**9) is BUDGET
+
+
+def test_first_steps_that_no_bound_shortens_keep_the_word_of_the_policy() -> None:
+    tokens = first_steps_tokens(0)
+    within = TokenBudget(tokens, 0, "WT")
+    assert first_step(0, within) is within
+    pause = TokenBudget(0, 3, "pause")
+    assert first_step(0, pause) is pause
+    few = first_step(0, waiting=tokens)
+    assert (few.prefill_tokens, few.bound_by) == (tokens, "MaxP")
+    assert first_step(0, waiting=tokens + 1).bound_by == "fair-step"
 
 
 def test_a_policy_that_limits_time_keeps_a_shorter_limit() -> None:
