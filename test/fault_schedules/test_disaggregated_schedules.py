@@ -28,7 +28,7 @@ from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
 from sgl_pipeline.wire.store_orders import OfferOrder, OfferPages, StoreOrder
 
-# A thousand, these among them, run by `make fault-schedules WORLD=disaggregated`, which CI does too.
+# A thousand, these among them, run in CI: `make fault-schedules WORLD=disaggregated`.
 NUM_SEEDS = 250
 # Every mutation below is found much sooner.
 MOST_SEEDS = 300

@@ -1,5 +1,5 @@
-"""Random schedules hold, replay bit for bit, and have what could go wrong: those with a store beyond
-the pool, and those of models with states, among them."""
+"""Random schedules hold, replay bit for bit, and have what could go wrong: those with a store
+beyond the pool, and those of models with states, among them."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -9,7 +9,7 @@ import pytest
 from fault_schedules.outcome import Outcome
 from fault_schedules.world import has_tier, run_seed, slots_of
 
-# A thousand, these among them, run by `make fault-schedules`, which CI does too.
+# A thousand, these among them, run in CI: `make fault-schedules`.
 NUM_SEEDS = 250
 
 
