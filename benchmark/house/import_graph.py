@@ -8,7 +8,8 @@ Every `import` statement counts, wherever it stands: at the top, inside a functi
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,15 +53,18 @@ def room_of(path: Path, root: Path = ROOT) -> str:
     return name.rpartition("/")[0] or GROUND
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Dotted names of all that a file imports; `from a import b` is `a.b`."""
+@cache
+def imported_modules(path: Path) -> frozenset[str]:
+    """Dotted names of all that a file imports; `from a import b` is `a.b`. Parsed once."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 raise ValueError(f"{path}: a relative import")
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(names)
 
 
 def imported_files(path: Path, root: Path = ROOT) -> set[Path]:

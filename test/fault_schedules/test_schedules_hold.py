@@ -1,5 +1,5 @@
-"""A thousand random schedules hold, replay bit for bit, and have what could go wrong: those with a
-store beyond the pool, and those of models with states, among them."""
+"""Random schedules hold, replay bit for bit, and have what could go wrong: those with a store
+beyond the pool, and those of models with states, among them."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -9,7 +9,8 @@ import pytest
 from fault_schedules.outcome import Outcome
 from fault_schedules.world import has_tier, run_seed, slots_of
 
-NUM_SEEDS = 1_000
+# A thousand, these among them, run in CI: `make fault-schedules`.
+NUM_SEEDS = 250
 
 
 @cache
@@ -30,7 +31,7 @@ def total(outcomes: Iterable[Outcome], name: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_thousand_schedules_hold_and_have_what_could_go_wrong(outcomes: list[Outcome]) -> None:
+def test_schedules_hold_and_have_what_could_go_wrong(outcomes: list[Outcome]) -> None:
     assert total(outcomes, "num_steps") > 50 * NUM_SEEDS
     assert total(outcomes, "num_retractions") > NUM_SEEDS
     assert total(outcomes, "num_aborts") > 2 * NUM_SEEDS
@@ -51,7 +52,7 @@ def test_a_thousand_schedules_hold_and_have_what_could_go_wrong(outcomes: list[O
 @pytest.mark.slow
 def test_schedules_with_a_store_have_what_could_go_wrong(outcomes: list[Outcome]) -> None:
     seeds = [seed for seed in range(NUM_SEEDS) if has_tier(seed)]
-    assert 300 < len(seeds) < 370
+    assert 0.3 < len(seeds) / NUM_SEEDS < 0.37
     ran = [outcomes[seed] for seed in seeds if outcomes[seed].has_tier]
     assert len(ran) > 9 * len(seeds) // 10
     assert total(ran, "num_saved_tokens") > 30 * len(seeds)
