@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kAhead = 4096;          // bytes of each block, for few rows
 constexpr int64_t kExpandedInputs = 128;  // of two blocks in fp32: 16 KiB; no group has more
+static_assert(kExpandedInputs % kTileInputs == 0, "groups have whole tiles");
 
 // The two bytes of each integer from -8 to 7 in bf16.
 struct IntegerBytes {
@@ -295,6 +296,8 @@ struct ExpandedProduct {
 };
 
 }  // namespace
+
+extern "C" int sglp_most_expanded_tiles() { return kExpandedInputs / kTileInputs; }
 
 extern "C" void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inputs,
                                       int64_t outputs, int gated, int64_t group_tiles,
