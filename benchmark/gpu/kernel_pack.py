@@ -30,8 +30,8 @@ _CHECK_SECONDS = 300
 def write_pack(
     wheels: Path, toolkit: Path, builds: Sequence[Build], python_version: str, archive: Path
 ) -> str:
-    """Writes `archive`, a .tar.xz, with what `builds` compiled and a list of it, after loading all of
-    it here.
+    """Writes `archive`, a .tar.xz, with what `builds` compiled and a list of it, after loading all
+    of it here.
 
     Returns the names of the packages that FlashInfer imports and the pack does not hold.
 

@@ -105,9 +105,9 @@ class LiveHosts:
 
     def facts(self) -> dict[str, Any]:
         """The scheduler's part of /server_info."""
-        return requests.get(f"{self.url}/server_info", timeout=ANSWER_S).json()["internal_states"][
-            0
-        ]
+        answer = requests.get(f"{self.url}/server_info", timeout=ANSWER_S)
+        facts: dict[str, Any] = answer.json()["internal_states"][0]
+        return facts
 
     def until(self, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until `what`, a Python expression over `facts`, is true."""

@@ -9,7 +9,7 @@ from benchmark.kernels import kernels_cpu
 FLAGS = {"--dtype": ["bfloat16"], "--quantized": [], "--against-torch": []}
 
 
-@pytest.mark.parametrize("pair", combinations(FLAGS, 2), ids="".join)
+@pytest.mark.parametrize("pair", [*combinations(FLAGS, 2)], ids="".join)
 def test_only_one_kind_of_products_is_measured(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
