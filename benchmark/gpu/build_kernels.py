@@ -49,9 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python", default="3.12", help="version of the machine's Python")
     parser.add_argument("--architecture", default=ARCHITECTURE, help="compute capability")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for wheels and objects")
-    parser.add_argument(
-        "--archive", type=Path, help="the pack (site.tar.xz in the folder)"
-    )
+    parser.add_argument("--archive", type=Path, help="the pack (site.tar.xz in the folder)")
     return parser.parse_args()
 
 

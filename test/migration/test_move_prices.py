@@ -132,7 +132,7 @@ def test_few_bytes_of_many_that_waited_for_a_long_step_cost_no_more_than_the_mov
 def test_a_move_that_patched_nothing_leaves_the_price_of_a_byte(
     stalled_s: float, shared_s: float
 ) -> None:
-    """Its steps waited for something else, or for nothing, and it copied no longer than expected."""
+    """It copied no longer than expected; steps waited for something else, or for nothing."""
     slots = [64]
     prices = MovePrices(PlannerArgs(), OF_TWO_MIB, lambda: slots[0])
     for _ in range(LAST_MOVES):
