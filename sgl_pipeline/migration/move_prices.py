@@ -93,7 +93,7 @@ class MovePrices:
         """The price of a byte by a move that copied states while stages worked, and patched none.
 
         Its work is one sum for layers and states. Where that is more than the prices at the start
-        say, both are dearer by one factor: all charged to the layers, those without states would
+        say, both cost more by one factor: all charged to the layers, those without states would
         pay for states. Else the move says nothing of a byte (None), as most of a byte's price is
         that steps wait for it.
         """

@@ -27,7 +27,7 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
 
 _TILE_INPUTS = 32  # of a tile of bf16, and of a step in int4_products.cpp
 # Of a part of a group in products with rows of 8 bits: decides their bits. int4_products.cpp and
-# avx2_int4_products.cpp take so many or more at once.
+# avx2_int4_products.cpp take 16 or more at once.
 _MOST_INT4_TILES = 16
 
 
