@@ -4,7 +4,7 @@
     python -m benchmark.gpu.build_kernels --modules page norm rope silu_and_mul decode-128
 
 Compiler, headers and FlashInfer come from pip's wheels (requirements/check-cuda.txt). The result,
-`site.tgz`, is for a machine without network: unpack it, put the folder on PYTHONPATH and set
+`site.tar.xz`, is for a machine without network: unpack it, put the folder on PYTHONPATH and set
 FLASHINFER_DISABLE_JIT=1 and FLASHINFER_USE_CUDA_NORM=1. An interrupted build goes on where it was.
 As many files are compiled at once as MAX_JOBS says. The kernels have not run on a card here.
 """
@@ -31,7 +31,7 @@ def main() -> None:
     try:
         toolkit = prepare(arguments.folder, arguments.architecture)
         builds = [compile_module(name, report) for name in arguments.modules]
-        archive = arguments.archive or arguments.folder / "site.tgz"
+        archive = arguments.archive or arguments.folder / "site.tar.xz"
         report(f"packing {len(builds)} modules for Python {arguments.python}")
         wheels = install_compiler(arguments.folder)
         imported = write_pack(wheels, toolkit, builds, arguments.python, archive)
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python", default="3.12", help="version of the machine's Python")
     parser.add_argument("--architecture", default=ARCHITECTURE, help="compute capability")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="for wheels and objects")
-    parser.add_argument("--archive", type=Path, help="the pack; site.tgz in the folder by default")
+    parser.add_argument("--archive", type=Path, help="the pack (site.tar.xz in the folder)")
     return parser.parse_args()
 
 

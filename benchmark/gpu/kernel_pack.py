@@ -30,8 +30,8 @@ _CHECK_SECONDS = 300
 def write_pack(
     wheels: Path, toolkit: Path, builds: Sequence[Build], python_version: str, archive: Path
 ) -> str:
-    """Writes `archive`, a .tgz, with what `builds` compiled and a list of it, after loading all of
-    it here.
+    """Writes `archive`, a .tar.xz, with what `builds` compiled and a list of it, after loading all
+    of it here.
 
     Returns the names of the packages that FlashInfer imports and the pack does not hold.
 
@@ -132,8 +132,8 @@ def _check_loads(site: Path, toolkit: Path, names: Sequence[str]) -> str:
 
 def _write_archive(site: Path, archive: Path) -> None:
     """Writes it beside and renames it, so that it is there whole or not at all."""
-    partial = archive.with_suffix(".partial")
-    with tarfile.open(partial, "w:gz", compresslevel=9) as packed:
+    partial = archive.with_name(f"{archive.name}.partial")
+    with tarfile.open(partial, "w:xz", preset=9) as packed:
         packed.add(site, arcname=".", filter=_without_caches)
     partial.replace(archive)
 

@@ -1,7 +1,7 @@
 """Tries what a lent GPU machine will run, in a stand-in for it: the same Python, the same torch for
 CUDA 13.0, the pack of kernels, no SGLang; only the card is missing.
 
-    python -m benchmark.gpu.standin                            # the pack is .gpu/site.tgz
+    python -m benchmark.gpu.standin                            # the pack is .gpu/site.tar.xz
     python -m benchmark.gpu.standin --rival .gpu/vllm_attention.tar.xz   # with vLLM's FA3 beside it
 
 Makes the environment from standin_requirements.txt (3 GB to download, once), unpacks the pack, and
@@ -29,7 +29,7 @@ from benchmark.support.paths import BUILD, ROOT
 from sgl_pipeline.errors import ConfigurationError
 
 REQUIREMENTS = Path(__file__).with_name("standin_requirements.txt")
-PACK = ROOT / ".gpu" / "site.tgz"
+PACK = ROOT / ".gpu" / "site.tar.xz"
 FOLDER = BUILD / "standin"
 PYTHON = "3.12"
 # As README.md exports them for a machine without network; and that no card is seen where one is.
@@ -109,7 +109,7 @@ class Outcome:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__)
-    command.add("--pack", type=Path, default=PACK, help="the pack of kernels (.gpu/site.tgz)")
+    command.add("--pack", type=Path, default=PACK, help="the pack of kernels (.gpu/site.tar.xz)")
     command.add("--rival", type=Path, help="the pack of vLLM's FA3, for its tests")
     command.add("--folder", type=Path, default=FOLDER, help="for all of it (build/standin)")
     command.add("--python", help=f"a Python {PYTHON} (default: found on PATH)")
@@ -167,7 +167,7 @@ def unpack(folder: Path, packs: Sequence[Path]) -> list[Path]:
     for number, pack in enumerate(packs):
         site = folder / f"pack-{number}"
         shutil.rmtree(site, ignore_errors=True)
-        with tarfile.open(pack) as members:
+        with tarfile.open(pack, "r:*") as members:
             members.extractall(site, filter="data")
         sites.append(site)
     return sites

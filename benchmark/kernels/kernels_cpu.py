@@ -255,11 +255,10 @@ def random_layout(chunks: Sequence[tuple[int, int]]) -> PagedLayout:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     command = Command(__spec__.name, __doc__, rounds=15)
-    command.add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    command.add("--quantized", action="store_true", help="the quantized products only")
-    command.add(
-        "--against-torch", action="store_true", help="FP8 and 4 bits against plain torch only"
-    )
+    what = command.exclusive()
+    what("--dtype", choices=["bfloat16", "float32"], help="(default: bfloat16)")
+    what("--quantized", action="store_true", help="the quantized products only")
+    what("--against-torch", action="store_true", help="FP8 and 4 bits against plain torch only")
     return command.run(_measure, argv)
 
 
@@ -275,7 +274,7 @@ def _measure(options: Options) -> Report:
             f"matrices of {NUM_LAYERS} layers, quantized": measure_quantized(options.rounds),
         }
     else:
-        tables = _tables_of(getattr(torch, options.dtype), options)
+        tables = _tables_of(options.dtype or "bfloat16", options.rounds)
     return Report(
         name="kernels_cpu",
         texts=[f"{title}\n\n{row_table(table)}" for title, table in tables.items()],
@@ -284,10 +283,11 @@ def _measure(options: Options) -> Report:
     )
 
 
-def _tables_of(dtype: torch.dtype, options: Options) -> dict[str, list[Row]]:
-    rounds, matrices = options.rounds, f"{NUM_LAYERS} layers, {options.dtype}"
+def _tables_of(name: str, rounds: int) -> dict[str, list[Row]]:
+    dtype: torch.dtype = getattr(torch, name)
+    matrices = f"{NUM_LAYERS} layers, {name}"
     return {
-        f"steps of a stage, {options.dtype}": measure_steps(dtype, rounds),
+        f"steps of a stage, {name}": measure_steps(dtype, rounds),
         f"operations of {matrices}": measure_operations(dtype, rounds),
         f"matrices of {matrices}": measure_linear(dtype, rounds),
         f"attention of {matrices}": measure_attention(dtype, rounds),

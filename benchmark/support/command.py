@@ -88,6 +88,11 @@ class Command:
         else:
             self._parser.set_defaults(no_save=True)
 
+    def exclusive(self) -> Callable[..., argparse.Action]:
+        """`add` for a group of flags of which one alone may be given: two end the command with
+        their names."""
+        return self._parser.add_mutually_exclusive_group().add_argument
+
     def run(
         self, measure: Callable[[Options], Report | None], argv: Sequence[str] | None = None
     ) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from support.live_server import PATIENCE_S, START_TIMEOUT_S
+from support.live_server import ANSWER_S, PATIENCE_S, START_TIMEOUT_S
 
 from benchmark.hosts.namespaces import Host, Network, hosts
 
@@ -105,7 +105,9 @@ class LiveHosts:
 
     def facts(self) -> dict[str, Any]:
         """The scheduler's part of /server_info."""
-        return requests.get(f"{self.url}/server_info", timeout=30).json()["internal_states"][0]
+        answer = requests.get(f"{self.url}/server_info", timeout=ANSWER_S)
+        facts: dict[str, Any] = answer.json()["internal_states"][0]
+        return facts
 
     def until(self, what: str, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until `what`, a Python expression over `facts`, is true."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import requests
 from support.live_server import (
+    ANSWER_S,
     PATIENCE_S,
     START_TIMEOUT_S,
     LiveServer,
@@ -71,7 +72,7 @@ class Apart:
 
 def generate(url: str, **body: Any) -> Any:
     """The answer of `/generate`, which must be one."""
-    answer = requests.post(f"{url}/generate", json=body, timeout=120)
+    answer = requests.post(f"{url}/generate", json=body, timeout=ANSWER_S)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -87,7 +88,7 @@ def is_at_rest(server: LiveServer) -> bool:
 def num_healthy(router: str) -> int:
     """The servers to which the router sends requests."""
     try:
-        workers = requests.get(f"{router}/workers", timeout=PATIENCE_S).json()["workers"]
+        workers = requests.get(f"{router}/workers", timeout=ANSWER_S).json()["workers"]
     except requests.ConnectionError:
         return 0
     return sum(one["is_healthy"] for one in workers)

@@ -184,7 +184,7 @@ class TileAttention {
     if constexpr (Products::kReadsTiles) {
       attend_in_tiles(tile, scratch);
     } else {
-      static_assert(kFewLanes == 4);
+      static_assert(kFewLanes == 4, "each number of lanes has its call");
       if (tile.lanes == 1) attend_in_rows<1>(tile, scratch);
       if (tile.lanes == 2) attend_in_rows<2>(tile, scratch);
       if (tile.lanes == 3) attend_in_rows<3>(tile, scratch);

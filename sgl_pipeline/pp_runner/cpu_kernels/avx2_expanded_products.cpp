@@ -18,8 +18,9 @@
 
 namespace {
 
-constexpr int64_t kAhead = 4096;          // bytes of each block
+constexpr int64_t kAhead = 4096;          // bytes of each block, for few rows
 constexpr int64_t kExpandedInputs = 128;  // of two blocks in fp32: 16 KiB; no group has more
+static_assert(kExpandedInputs % kTileInputs == 0, "groups have whole tiles");
 
 // The two bytes of each integer from -8 to 7 in bf16.
 struct IntegerBytes {
@@ -115,7 +116,7 @@ template <typename Format>
 struct Codes : GroupScales<Format> {
   using Four = typename Format::Four;
   const Byte* blocks[2];
-  int64_t asks_ahead;
+  int64_t asks_ahead;  // bytes: for few rows kAhead, for more the part that comes next
 
   Four four(int block, int64_t input) const {
     const Byte* const source = blocks[block] + input * Format::kInputBytes;
@@ -249,11 +250,10 @@ struct ExpandedProduct {
     const int64_t part_inputs = is_few ? inputs : kExpandedInputs / group_inputs * group_inputs;
     for (int64_t first = 0; first < inputs; first += part_inputs) {
       const Part part{panel, first, std::min(part_inputs, inputs - first)};
-      const Codes<Format> codes = codes_of(panel, first);
       if (is_few)
-        multiply_part(rows, part, codes, sums, group_inputs);
+        multiply_part(rows, part, codes_of(panel, first, kAhead), sums, group_inputs);
       else
-        multiply_expanded(rows, part, codes, sums);
+        multiply_expanded(rows, part, codes_of(panel, first, bytes_to_next_part(part)), sums);
     }
     finish(product, rows, panel, [&](int64_t row, int i) { return load(sums[row] + i); });
   }
@@ -276,9 +276,15 @@ struct ExpandedProduct {
     multiply_part(rows, Part{panel, product.padded_inputs(), group_sums()}, points, sums);
   }
 
-  // Those of a panel from an input on, the first of a group.
-  Codes<Format> codes_of(int64_t panel, int64_t first) const {
-    Codes<Format> codes{{{}, static_cast<uint32_t>(group_inputs)}, {}, kAhead};
+  int64_t bytes_to_next_part(const Part& part) const {
+    const int64_t block = product.padded_inputs() * Format::kInputBytes;
+    return bytes_to_next({block, block}, part.first * Format::kInputBytes,
+                         part.count * Format::kInputBytes);
+  }
+
+  // Those of a panel from an input on, the first of a group; others, `ahead` bytes on, are asked for.
+  Codes<Format> codes_of(int64_t panel, int64_t first, int64_t ahead) const {
+    Codes<Format> codes{{{}, static_cast<uint32_t>(group_inputs)}, {}, ahead};
     for (int which = 0; which < 2; ++which) {
       const int64_t block = product.block(panel, which);
       const int64_t before = block * product.padded_inputs() + first;
@@ -290,6 +296,8 @@ struct ExpandedProduct {
 };
 
 }  // namespace
+
+extern "C" int sglp_most_expanded_tiles() { return kExpandedInputs / kTileInputs; }
 
 extern "C" void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inputs,
                                       int64_t outputs, int gated, int64_t group_tiles,

@@ -29,18 +29,6 @@ inline int64_t block_numbers(const SideProduct& product) {
   return tiles_of(product.inputs, kTileInputs) * kTileInputs * kBlock;
 }
 
-// The bytes of a packed block: those that a product reads, and padding.
-struct BlockBytes {
-  int64_t read;
-  int64_t all;
-};
-
-// From the bytes [first, first + count) of a block to the part that comes next, of its panel or of the
-// next one.
-inline int64_t bytes_to_next(const BlockBytes& block, int64_t first, int64_t count) {
-  return first + count < block.read ? count : 2 * block.all - first;
-}
-
 // From such a part to what is asked for beside a group's products with it. One group alone reads the
 // weight as it lies in memory. Of several groups the first asks for the part that comes next; the
 // others, for which it is there, ask for what they read.

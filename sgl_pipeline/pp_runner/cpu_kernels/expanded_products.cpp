@@ -232,6 +232,8 @@ struct ExpandedProduct {
 
 }  // namespace
 
+extern "C" int sglp_most_expanded_tiles() { return kTilesAtOnce; }
+
 extern "C" void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inputs,
                                       int64_t outputs, int gated, int64_t group_tiles,
                                       int64_t row_group_tiles, const void* rows,
@@ -246,6 +248,7 @@ extern "C" void sglp_expanded_product(int is_fp8, int64_t num_rows, int64_t inpu
 
 #elif !defined(SGLP_HAS_VECTOR_PRODUCTS)
 
+extern "C" int sglp_most_expanded_tiles() { return 0; }
 extern "C" void sglp_expanded_product(int, int64_t, int64_t, int64_t, int, int64_t, int64_t,
                                       const void*, const void*, const void*, const void*,
                                       const void*, void*, int) {}

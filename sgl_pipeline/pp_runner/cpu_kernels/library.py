@@ -54,6 +54,8 @@ class CpuKernels:
         has_products: whether `product`, `mxfp4_product` and `expanded_product` can be called, which
             need AVX2 with FMA and F16C, or bf16 instructions.
         has_bf16_instructions: whether these do it: weights are packed in another order then.
+        most_expanded_tiles: the longest group that `expanded_product` takes, in tiles of 32 inputs;
+            0 where it cannot be called.
         has_int8_products: whether `int8_product` and `int4_product` can, which need AVX-512 VNNI
             or AVX2.
     """
@@ -62,6 +64,7 @@ class CpuKernels:
         self._plain, kernel = functions.plain, functions.kernel
         self.has_products = bool(self._plain("has_products")())
         self.has_bf16_instructions = bool(self._plain("has_bf16_instructions")())
+        self.most_expanded_tiles = int(self._plain("most_expanded_tiles")())
         self.has_int8_products = bool(self._plain("has_int8_products")())
         # Attention to keys and values in pages (attention.cpp).
         self.paged_attention = kernel("paged_attention")

@@ -75,6 +75,18 @@ struct PackedRows {
   const Byte* group_numbers(int64_t group) const { return numbers + group * kSideRows * row_bytes; }
 };
 
+// The bytes of a packed block: those that a product reads, and padding.
+struct BlockBytes {
+  int64_t read;
+  int64_t all;
+};
+
+// From the bytes [first, first + count) of a block to the part that comes next, of its panel or of the
+// next one.
+inline int64_t bytes_to_next(const BlockBytes& block, int64_t first, int64_t count) {
+  return first + count < block.read ? count : 2 * block.all - first;
+}
+
 inline __m256i load_32(const Byte* source) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
 }

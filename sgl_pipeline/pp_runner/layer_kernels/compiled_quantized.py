@@ -26,8 +26,9 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
 )
 
 _TILE_INPUTS = 32  # of a tile of bf16, and of a step in int4_products.cpp
-_MOST_TILES = 16  # of a group, as they are computed with at once
-_MOST_TILES_IN_FP32 = 4  # the same, in avx2_expanded_products.cpp
+# Of a part of a group in products with rows of 8 bits: decides their bits. int4_products.cpp and
+# avx2_int4_products.cpp take 16 or more at once.
+_MOST_INT4_TILES = 16
 
 
 class _QuantizedLinear:
@@ -146,7 +147,7 @@ class CompiledInt4Linear(_QuantizedLinear):
     ) -> None:
         assert kernels.has_int8_products and weight.rounds_rows
         super().__init__(kernels, weight, bias, is_gated)
-        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size)
+        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size, _MOST_INT4_TILES)
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros = groups.beside(weight.zeros, is_gated)
         self._packed = in_half_bytes(weight.numbers, is_gated)
@@ -192,8 +193,9 @@ class CompiledExpandedLinear(_QuantizedLinear):
         assert kernels.has_products
         super().__init__(kernels, weight, bias, is_gated)
         in_bf16 = kernels.has_bf16_instructions
-        most_tiles = _MOST_TILES if in_bf16 else _MOST_TILES_IN_FP32
-        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size, most_tiles)
+        self._groups = groups = _Groups.of(
+            weight.shape[1], weight.group_size, kernels.most_expanded_tiles
+        )
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros: torch.Tensor | None = None
         self._is_fp8 = isinstance(weight, Fp8Weight)
@@ -272,7 +274,7 @@ class _Groups:
     num_parts: int
 
     @staticmethod
-    def of(inputs: int, group_size: int, most_tiles: int = _MOST_TILES) -> "_Groups":
+    def of(inputs: int, group_size: int, most_tiles: int) -> "_Groups":
         all_tiles = -(-inputs // _TILE_INPUTS)
         is_whole_row = group_size >= inputs
         assert is_whole_row or group_size % _TILE_INPUTS == 0

@@ -34,9 +34,9 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(kernel_pack, "install_for_python", lambda *given: None)
     monkeypatch.setattr(kernel_pack, "tvm_ffi", SimpleNamespace(__version__="1"))
     monkeypatch.setattr(kernel_pack, "pins", lambda path: {"apache-tvm-ffi": "1"})
-    archive = tmp_path / "site.tgz"
+    archive = tmp_path / "site.tar.xz"
     kernel_pack.write_pack(tmp_path, tmp_path, builds, "3.12", archive)
-    with tarfile.open(archive) as members:
+    with tarfile.open(archive, "r:xz") as members:
         members.extractall(tmp_path / "site", filter="data")
     return tmp_path / "site"
 

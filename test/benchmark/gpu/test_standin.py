@@ -8,6 +8,7 @@ import re
 import sys
 import tarfile
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from support.gpu_recipe import README, listed_packages
@@ -71,7 +72,7 @@ def test_a_failure_and_what_was_skipped_are_in_the_report() -> None:
         Outcome("bad", 1, 2.0, "    not measured: x (needs a GPU)\nModuleNotFoundError: y\n"),
         Outcome("silent", 0, 0.0, ""),
     ]
-    report = report_of(outcomes, ["site.tgz"])
+    report = report_of(outcomes, ["site.tar.xz"])
     assert report.problems == ["bad: ModuleNotFoundError: y"]
     assert "| good | 0 | 1 | 3 passed |" in report.texts[0]
     assert "no AMX" in report.texts[1] and "needs a GPU" in report.texts[1]
@@ -117,15 +118,16 @@ def test_an_environment_is_made_once_and_a_broken_one_anew(
     assert first == again == made[1] / "bin" / "python" and len(made) == 2
 
 
+@pytest.mark.parametrize(("ending", "mode"), [("tar.xz", "w:xz"), ("tgz", "w:gz")])
 def test_packs_are_unpacked_anew_and_one_that_is_missing_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str, mode: Literal["w:xz", "w:gz"]
 ) -> None:
     (tmp_path / "module.py").write_text("")
-    with tarfile.open(tmp_path / "site.tgz", "w:gz") as pack:
+    with tarfile.open(tmp_path / f"site.{ending}", mode) as pack:
         pack.add(tmp_path / "module.py", "module.py")
     (tmp_path / "pack-0").mkdir()
     (tmp_path / "pack-0" / "of_before.py").write_text("")
-    (site,) = standin.unpack(tmp_path, [tmp_path / "site.tgz"])
+    (site,) = standin.unpack(tmp_path, [tmp_path / f"site.{ending}"])
     assert [path.name for path in site.iterdir()] == ["module.py"]
-    assert standin.main(["--pack", str(tmp_path / "none.tgz"), "--no-save"]) == 1
+    assert standin.main(["--pack", str(tmp_path / "none.tar.xz"), "--no-save"]) == 1
     assert "no pack" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.assignments import tiny_assignment
 from support.instruction_sets import kernels_for
+from support.tiny_models import tiny_model
 
 from sgl_pipeline.costs.stage_costs import TYPICAL_STEP
 from sgl_pipeline.errors import ConfigurationError
@@ -51,6 +52,36 @@ thread.start()
 thread.join()
 print(json.dumps(seen))
 """
+# The tokens of two stages with weights in FP8, whose threads are free and then bound; then the
+# number of their compiled products with such weights, and the cores of each thread.
+_FP8_STAGES = """
+import gc, json, os, sys
+import torch
+from pathlib import Path
+from support.local_pipeline import LocalPipeline
+from sgl_pipeline.pp_runner.base.compute_threads import bind_compute_threads, pin_threads
+from sgl_pipeline.pp_runner.layer_kernels.compiled_quantized import CompiledExpandedLinear
+from sgl_pipeline.requests import GREEDY, Request, StopRules
+
+model, cores, found = Path(sys.argv[1]), json.loads(sys.argv[2]), []
+for places in ((), cores):
+    pin_threads(2, places)
+    bind_compute_threads("cpu", torch.bfloat16, 2, places)
+    requests = [
+        Request(str(size), list(range(1, size + 1)), GREEDY, StopRules(max_new_tokens=12))
+        for size in (1, 7, 30)
+    ]
+    pipeline = LocalPipeline(
+        model, (2, 4), quantization="fp8",
+        dtype="bfloat16", attention_backend="cpu", layer_kernels="cpu",
+    )
+    pipeline.run(requests)
+    found.append([list(request.output_ids) for request in requests])
+products = sum(type(one) is CompiledExpandedLinear for one in gc.get_objects())
+threads = sorted(int(name) for name in os.listdir("/proc/self/task"))
+affinities = [sorted(os.sched_getaffinity(thread)) for thread in threads]
+print(json.dumps([*found, products, affinities]))
+"""
 Cores = list[int]
 ALL: Cores = sorted(os.sched_getaffinity(0))[:2]
 needs_two_cores = pytest.mark.skipif(len(ALL) < 2, reason="needs two cores")
@@ -78,6 +109,24 @@ def cores_of_threads(name: str, dtype: str, *bound_to: Cores) -> list[list[Cores
     result = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     seen: list[list[Cores]] = json.loads(result.stdout)
     return seen
+
+
+@pytest.mark.multiproc
+@pytest.mark.compiler
+@needs_two_cores
+def test_stages_bound_to_cores_give_the_tokens_of_free_ones_with_weights_in_fp8() -> None:
+    """And no product of theirs is torch's, which would end the threads that were bound."""
+    if not load_cpu_kernels().has_products:
+        pytest.skip("neither AVX2 nor bf16 instructions")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-c", _FP8_STAGES, str(tiny_model("qwen3")), json.dumps(ALL)]
+    result = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
+    free, bound, products, cores = json.loads(result.stdout.splitlines()[-1])
+    assert free == bound and all(free)
+    assert products > 0
+    assert [[core] for core in ALL] == sorted(one for one in cores if len(one) == 1)
 
 
 @pytest.mark.multiproc

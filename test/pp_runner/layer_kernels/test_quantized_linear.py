@@ -244,6 +244,21 @@ def test_groups_too_long_to_be_computed_at_once(instructions, num_rows, rounds_r
 
 @pytest.mark.compiler
 @every_instruction_set
+def test_groups_are_as_long_as_the_library_takes_them(instructions, monkeypatch):
+    """A longer one would never be multiplied."""
+    kernels = kernels_for(instructions)
+    if not kernels.has_products:
+        pytest.skip("neither AVX2 nor bf16 instructions")
+    calls = []
+    monkeypatch.setattr(kernels, "expanded_product", lambda **call: calls.append(call))
+    for most in (kernels.most_expanded_tiles, 2):
+        monkeypatch.setattr(kernels, "most_expanded_tiles", most)
+        CompiledExpandedLinear(kernels, quantized("fp8", 16, 2048))(random(1, 1, 2048))
+        assert calls.pop()["group_tiles"] == most
+
+
+@pytest.mark.compiler
+@every_instruction_set
 @every_kind
 @pytest.mark.parametrize("inner", [15, 16, 40])
 def test_the_compiled_product_gates(instructions, kind, inner):
