@@ -236,7 +236,7 @@ def _page_indices(
 
 
 def _token_ids(chunks: Sequence[MirroredChunk]) -> np.ndarray:
-    """Of all rows, int64; drafts come behind the known tokens of their chunk."""
+    """The token ids of all rows, int64; drafts come behind the known tokens of their chunk."""
     runs: list[memoryview] = []
     for chunk in chunks:
         known_end = chunk.start + chunk.length - len(chunk.draft_ids)

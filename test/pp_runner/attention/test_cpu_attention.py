@@ -241,7 +241,8 @@ def test_pages_before_the_window_are_not_read() -> None:
         "print('done')\n"
     )
     root = Path(__file__).parents[3]
-    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'test'}"}
+    places = (str(root), str(root / "test"), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )

@@ -25,7 +25,8 @@ HOPPER, AMPERE = 90, 80
 @pytest.mark.multiproc
 def test_codes_have_the_bits_of_plain_torch_in_tritons_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "test")))
+    places = (str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", ""))
+    environment["PYTHONPATH"] = os.pathsep.join(places)
     command = [sys.executable, "-m", "support.rounding_cases"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
