@@ -2,12 +2,12 @@
 
     python -m benchmark.gpu.bench_gpu --parts pipelines stages --models Qwen3-8B --budget-s 540
 
-Four parts, run in the order in which they are named: `checks` (is what the card computes right?),
-`stages` (single stages), `pipelines` (real stage processes), `kernels` (attention by kernel). They
-end within `--budget-s`: what does not fit, or raises an error, is named. Everything is saved after
-each piece of work, beside predictions made before the first run (`predictions.py`), so that a
-run which is cut short loses nothing. `README.md` says what to run first on a card, and
-`--device cpu` rehearses it.
+Five parts, run in the order in which they are named: `checks` (is what the card computes right?),
+`stages` (single stages), `pipelines` (real stage processes), `kernels` (attention by kernel),
+`host` (what the host does in a step). They end within `--budget-s`: what does not fit, or raises an
+error, is named. Everything is saved after each piece of work, beside predictions made before the
+first run (`predictions.py`), so that a run which is cut short loses nothing. `README.md` says what
+to run first on a card, and `--device cpu` rehearses it.
 
 Exits with 1 after a check that failed or had no kernel, and after an unforeseen error.
 """
@@ -29,6 +29,7 @@ import torch
 from benchmark.gpu import (
     packed_kernels,
     part_checks,
+    part_host,
     part_kernels,
     part_pipelines,
     part_stages,
@@ -48,6 +49,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "stages": part_stages.run,
     "pipelines": part_pipelines.run,
     "kernels": part_kernels.run,
+    "host": part_host.run,
 }
 # Past the budget by so much, something hangs: the program says where, and ends.
 _GRACE_S = 30.0
@@ -115,6 +117,7 @@ def texts_of(session: Session) -> list[str]:
         part_pipelines.text(session),
         part_stages.text(session),
         part_kernels.text(session),
+        part_host.text(session),
     ]
     if session.not_measured:
         lines = [[each.part, each.what, each.why] for each in session.not_measured]

@@ -174,7 +174,11 @@ class LoneStage:
 
     def run(self) -> StageReport:
         """The next of the prepared repeats; waits for the device on the last stage alone."""
-        return self.runner.launch(self.runner.prepare(self._plans.pop())).report()
+        return self.runner.launch(self.runner.prepare(self.next_order())).report()
+
+    def next_order(self) -> StepOrder:
+        """The next of the prepared repeats, which the caller runs."""
+        return self._plans.pop()
 
     def step_ms(self, step: Step, warmups: int = 3, repeats: int = 20) -> float:
         """Milliseconds of a step among `repeats` that follow each other without a pause."""

@@ -128,12 +128,15 @@ def saved_by(folder: Path, options: str, code: int = 0) -> dict[str, Any]:
 
 
 def test_a_rehearsal_measures_all_and_names_what_needs_a_gpu(tmp_path: Path) -> None:
-    saved = saved_by(tmp_path, "--depths 1 2 --parts checks stages kernels")
+    saved = saved_by(tmp_path, "--depths 1 2 --parts checks stages kernels host")
     stages, attention = saved["rows"]["stages"], saved["rows"]["attention"]
     assert {(row["stages"], row["stage"]) for row in stages} == {(1, 0), (2, 0), (2, 1)}
     assert all(row["step_ms"] > 0 and row["limit_ms"] > 0 for row in stages)
     assert {row["kind"] for row in attention} == set(part_kernels._STEPS)
     assert all(row["layer_ms"] > 0 and row["limit_ms"] > 0 for row in attention)
+    (host,) = saved["rows"]["host"]
+    assert all(host[name] > 0 for name in ("prepare_us", "launch_us", "wait_us"))
+    assert "build_step_inputs" in " ".join(each["name"] for each in host["functions"])
     agreed = [check["name"] for check in saved["checks"] if "torch against auto" in check["name"]]
     assert len(agreed) == len(attention) / 2
     checks = [check["name"] for check in saved["checks"]]

@@ -44,7 +44,7 @@ def options_of(command: str) -> argparse.Namespace:
 
 
 def test_every_command_is_found() -> None:
-    assert len(ON_A_CARD) == 4 and len(MEASURING) == 5
+    assert len(ON_A_CARD) == 5 and len(MEASURING) == 6
     assert len([line for line in COMMANDS if TESTS in line]) == 1
     assert README.count(BENCHMARK) == len(MEASURING)
 
@@ -80,6 +80,7 @@ def test_the_parts_come_in_the_order_of_their_worth() -> None:
         ["pipelines", "stages"],
         ["kernels"],
         ["stages"],
+        ["host"],
     ]
     assert {each.device for each in options} == {"cuda"}
     assert (options[1].models, options[3].depths) == (["Qwen3-8B"], [1, 4])
