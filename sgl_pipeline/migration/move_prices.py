@@ -50,7 +50,7 @@ class MovePrices:
         self._count_slots = count_slots
         self._are_free = args.layer_price_s == 0.0
         self._moves: deque[_Move] = deque(maxlen=LAST_MOVES)
-        # The price of a byte by the last moves that tell one, and how much they tell of it.
+        # The price of a byte by the last moves that patched any, and how much they tell of it.
         self._bytes_s: deque[tuple[float, int]] = deque(maxlen=LAST_MOVES)
 
     def of(self, layers: Sequence[int]) -> float:
@@ -69,39 +69,21 @@ class MovePrices:
         worked `shared_s` for the move before that.
 
         A byte took no longer than steps waited for one, and all in use no longer than the move. The
-        rest is the layers' own. Where no byte was patched, no step waited for one: `_longer_copied`
-        says what such a move tells of a byte.
+        rest is the layers' own. Where no byte was patched, no step waited for one, and the move
+        says nothing of a byte's price; its cost counts for the layers.
         """
         cost_s = stalled_s + shared_s
         state_bytes = self._bytes_in_use(layers)
-        byte_s: float | None = None
         if state_bytes and patched_bytes:
             byte_s = min(cost_s / state_bytes, stalled_s / patched_bytes)
             if state_bytes < MANY_BYTES:
                 byte_s = min(byte_s, self._args.state_byte_price_s)
-        elif state_bytes >= MANY_BYTES:
-            byte_s = self._longer_copied(len(layers), state_bytes, shared_s)
-        if byte_s is not None:
             self._bytes_s.append((byte_s, min(state_bytes, MANY_BYTES)))
         self._moves.append(_Move(len(layers), state_bytes, cost_s))
         at_start = self._args.state_byte_price_s, MANY_BYTES
         self._state_byte_s = _lower_median([at_start, *self._bytes_s])
         layers_s = [(self._layer_price(one), 1) for one in self._moves]
         self._layer_s = _lower_median([(self._args.layer_price_s, 1), *layers_s])
-
-    def _longer_copied(self, num_layers: int, state_bytes: int, shared_s: float) -> float | None:
-        """The price of a byte by a move that copied states while stages worked, and patched none.
-
-        Its work is one sum for layers and states. Where that is more than the prices at the start
-        say, both cost more by one factor: all charged to the layers, those without states would
-        pay for states. Else the move says nothing of a byte (None), as most of a byte's price is
-        that steps wait for it.
-        """
-        states_s = state_bytes * self._args.state_byte_price_s
-        expected_s = num_layers * self._args.layer_price_s + states_s
-        if shared_s <= expected_s or not expected_s:
-            return None
-        return self._args.state_byte_price_s * shared_s / expected_s
 
     def _layer_price(self, move: _Move) -> float:
         """The price of each layer of `move`, without its states."""
