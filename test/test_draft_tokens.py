@@ -132,7 +132,7 @@ def assert_bits_are_the_same(
         assert (drafts.num_accepted == drafts.num_drafted) == (wrong_share == 0.0)
 
 
-# What is lost when is nothing to a log: each in turn.
+# Which stages are lost, and when, does not depend on the log, so each log has one draw.
 @pytest.mark.parametrize(("log_pages", "seed"), [(None, 0), (12, 1), (256, 0)])
 def test_though_pages_run_out_and_stages_are_lost(log_pages: int | None, seed: int) -> None:
     """A pool for about two requests and kills in the middle: pages that only wrong drafts have

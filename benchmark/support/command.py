@@ -89,8 +89,8 @@ class Command:
             self._parser.set_defaults(no_save=True)
 
     def exclusive(self) -> Callable[..., argparse.Action]:
-        """`add` for a group of flags of which one alone may be given: two end the command with
-        their names."""
+        """`add` for a group of flags of which at most one may be given; two are refused by
+        name."""
         return self._parser.add_mutually_exclusive_group().add_argument
 
     def run(

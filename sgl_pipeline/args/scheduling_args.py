@@ -77,7 +77,8 @@ class SchedulingArgs:
         "--fair-step-cost",
         help="With --fair-shares-by: steps are shorter, so that a tenant that comes waits less for "
         "those on their way, where their work takes at most this share more time for it, by "
-        "prediction; 0: as long as the policy makes them.",
+        "prediction. Before step times are known, the first steps of several tenants are short "
+        "at any cost. 0: as long as the policy makes them.",
     )
     radix_cache: bool = upstream_flag(True, "--disable-radix-cache")
     accounting: str = our_flag(

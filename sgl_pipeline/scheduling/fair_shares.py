@@ -42,6 +42,7 @@ class FairShares:
         self.tenants = Tenants(args.weights_of_tenants)
         self.order = FairOrder(self.tenants, own_order)
         self._short_steps = ShortSteps(args.fair_step_cost)
+        self._was_shared = False
         self._max_running_requests = args.max_running_requests
 
     @classmethod
@@ -80,15 +81,25 @@ class FairShares:
 
     def bounded(self, budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
         """`budget` for steps that a newcomer can wait for."""
-        return self._short_steps.bounded(budget, load, is_shared=self.tenants.has_several)
+        is_shared = load.step_times is None and self._is_shared()
+        return self._short_steps.bounded(budget, load, is_shared=is_shared)
 
     def charge(self, step: Microbatch, times: StepTimes | None) -> None:
         """`step` has been decided: counts its service and its length."""
+        if times is None:
+            self._was_shared = self._is_shared()
         self._short_steps.note(step.work, times)
         unit = self.tenants.unit
         self.tenants.charge(step.chunks, step.work, times)
         if self.tenants.unit != unit:
             self.turns.begin_anew()
+
+    def _is_shared(self) -> bool:
+        """True once requests of several tenants have been here at the same time."""
+        if self._was_shared:
+            return True
+        names = {one.name for one in self.tenants.backlogged}
+        return len(names.union(request.tenant for request in self._running)) > 1
 
     def lead(self, name: str, other: str) -> float:
         """The service by weight that tenant `name` has had more than `other`."""

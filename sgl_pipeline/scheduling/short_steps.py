@@ -18,7 +18,7 @@ sooner in a step that is longer by less than that step's share of them, one of t
 While times are not known, the first steps of a server that several tenants share are bounded by
 tokens, a number that grows from step to step. Times are known after a number of steps, sooner if
 these are short, and a fit needs steps that differ. Where times are never known, the number exceeds
-what a policy allows after some hundred steps.
+what a policy allows after a few hundred steps.
 """
 
 from dataclasses import replace
@@ -39,9 +39,8 @@ MIN_GROWTH = 0.25
 LEAST_PREFILL_TOKENS = 32
 # Of the policy's step, that are tried.
 _PARTS = 64
-# Prompt tokens of a server's first step while times are not known, and the number of steps after
-# which there are four times as many, nine times after twice as many steps: 256 when a server that
-# learns times knows them.
+# While times are not known, step n of a server has at most FIRST_PREFILL_TOKENS times
+# (1 + n / GROWTH_STEPS) ** 2 prompt tokens: 64 in the first step, 256 at the first fit.
 FIRST_PREFILL_TOKENS = 64
 GROWTH_STEPS = 64
 
@@ -67,16 +66,14 @@ class ShortSteps:
             self._mean_ms = step_ms
         self._mean_ms += FORGOTTEN_SHARE * (step_ms - self._mean_ms)
 
-    def bounded(
-        self, budget: TokenBudget, load: PipelineLoad, *, is_shared: bool = True
-    ) -> TokenBudget:
+    def bounded(self, budget: TokenBudget, load: PipelineLoad, *, is_shared: bool) -> TokenBudget:
         """`budget` with the bound; itself where that changes nothing.
 
         It is `bound_by` the bound where that is predicted to shorten the step.
 
         Args:
-            is_shared: whether requests of more than one tenant have come. Without them there is no
-                bound while times are not known.
+            is_shared: whether requests of several tenants have been here at the same time. If not,
+                there is no bound while times are not known.
         """
         times = load.step_times
         if not self._cost_share or not budget.prefill_tokens:
@@ -110,8 +107,7 @@ class ShortSteps:
 
 
 def _slow_start(budget: TokenBudget, load: PipelineLoad) -> TokenBudget:
-    """`budget` with no more prefill than a step of that number may have while times are not
-    known."""
+    """`budget` with at most `first_steps_tokens` of prefill."""
     tokens = first_steps_tokens(load.step_id)
     if budget.prefill_tokens <= tokens:
         return budget

@@ -65,8 +65,7 @@ class Tenants:
     """All tenants that are owed anything, or have had more than the others.
 
     `on_fell` is called with each tenant whose level may have fallen. Service is in predicted
-    milliseconds where step times are known, and in weighted tokens until then. `has_several` is
-    true once requests of a second tenant have come, and stays so.
+    milliseconds where step times are known, and in weighted tokens until then.
 
     Args:
         weights: of the tenants by name; `DEFAULT_WEIGHT` for any other.
@@ -83,8 +82,6 @@ class Tenants:
         self.totals = TenantTotals(weights)
         self._weights = dict(weights)
         self._known: dict[str, Tenant] = {}
-        self._first_name: str | None = None
-        self.has_several = False
         self._backlogged: LeastFirst[Tenant] = LeastFirst(lambda one: (one.level,))
         self._others: LeastFirst[Tenant] = LeastFirst(_level_and_turn)
         self._backlogged_weight = 0.0
@@ -192,9 +189,6 @@ class Tenants:
     def _remember(self, name: str) -> Tenant:
         tenant = self._known.get(name)
         if tenant is None:
-            if self._first_name is None:
-                self._first_name = name
-            self.has_several = self.has_several or name != self._first_name
             self._known[name] = tenant = Tenant(name, self.weight_of(name), self._entry_level)
             self._others.add(tenant)
         return tenant

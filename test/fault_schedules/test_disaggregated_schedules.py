@@ -31,7 +31,7 @@ from sgl_pipeline.wire.store_orders import OfferOrder, OfferPages, StoreOrder
 # A thousand, these among them, run in CI: `make fault-schedules WORLD=disaggregated`.
 NUM_SEEDS = 250
 # Every mutation below is found much sooner.
-MOST_SEEDS = 300
+MOST_SEEDS = 250
 # Of what could go wrong, the least that happens, for each seed.
 LEAST = {
     "clean": 0.1,

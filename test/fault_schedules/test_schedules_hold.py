@@ -9,7 +9,7 @@ import pytest
 from fault_schedules.outcome import Outcome
 from fault_schedules.world import has_tier, run_seed, slots_of
 
-# A thousand, these among them, run in CI: `make fault-schedules`.
+# CI runs those from here to a thousand by `make fault-schedules`.
 NUM_SEEDS = 250
 
 

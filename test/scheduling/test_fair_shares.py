@@ -343,3 +343,25 @@ def test_the_prompt_of_a_light_tenant_is_not_cut_where_it_nearly_fits() -> None:
     late = add(pipeline, "late", 90, 3, "b")
     pipeline.fill()
     assert late.num_scheduled == 90
+
+
+def prefills(pipeline: FakePipeline) -> list[int]:
+    """The prompt tokens of each step, all served."""
+    first = len(pipeline.microbatches)
+    pipeline.drain()
+    return [step.work.tokens - step.work.decodes for step in pipeline.microbatches[first:]]
+
+
+def test_first_steps_are_short_once_tenants_have_met() -> None:
+    """Not by a request that had ended when the other tenant came, as a server's own warm-up."""
+    pipeline = pipeline_of(num_stages=1, step_tokens=1000)
+    add(pipeline, "warm-up", 8, 2, "anonymous")
+    prefills(pipeline)
+    add(pipeline, "alone", 600, 2, "a")
+    assert prefills(pipeline)[0] == 600
+    add(pipeline, "long", 600, 2, "a")
+    add(pipeline, "newcomer", 20, 2, "b")
+    met = prefills(pipeline)
+    assert 0 < max(met) < 100
+    add(pipeline, "alone again", 600, 2, "a")
+    assert max(prefills(pipeline)) < 100, "the other may come back"

@@ -50,7 +50,7 @@ def settled_ms(steps: ShortSteps, decode_steps: int, budget: TokenBudget = BUDGE
     """The bound after many steps that are full of prefill, each after so many decodes alone."""
     bound_ms = 0.0
     for _ in range(8000):
-        limit = steps.bounded(budget, load()).time
+        limit = steps.bounded(budget, load(), is_shared=False).time
         assert limit is not None
         bound_ms = limit.step_ms
         for _ in range(decode_steps):
@@ -76,7 +76,7 @@ def test_what_may_cost_bounds_the_time_limit_of_a_policy_too(policy_ms: float) -
     steps = ShortSteps(0.03)
     for _ in range(100):
         steps.note(StepWork(int((policy_ms - FIXED_MS) / TOKEN_MS), 0, 0, 0, 1), TIMES)
-    bounded = steps.bounded(budget, load()).time
+    bounded = steps.bounded(budget, load(), is_shared=False).time
     assert bounded is not None
     assert bounded.step_ms == pytest.approx(settled_ms(ShortSteps(0.03), 0))
 
@@ -85,7 +85,7 @@ def test_what_may_cost_bounds_the_time_limit_of_a_policy_too(policy_ms: float) -
     "limit", [None, TimeLimit(WHOLE_MS, 32, TIMES)], ids=["by tokens", "by time"]
 )
 def test_a_step_that_is_made_shorter_is_bound_by_that(limit: TimeLimit | None) -> None:
-    bounded = ShortSteps(0.03).bounded(TokenBudget(2000, 0, "MaxP", limit), load())
+    bounded = ShortSteps(0.03).bounded(TokenBudget(2000, 0, "MaxP", limit), load(), is_shared=False)
     assert bounded.time is not None and bounded.time.step_ms < WHOLE_MS
     assert bounded.bound_by == "fair-step"
 
@@ -96,14 +96,14 @@ def test_a_step_that_is_made_shorter_is_bound_by_that(limit: TimeLimit | None) -
 def test_a_step_that_is_short_by_its_tokens_keeps_the_word_of_the_policy(
     limit: TimeLimit | None,
 ) -> None:
-    bounded = ShortSteps(0.03).bounded(TokenBudget(100, 0, "WT", limit), load())
+    bounded = ShortSteps(0.03).bounded(TokenBudget(100, 0, "WT", limit), load(), is_shared=False)
     assert bounded.time is not None and bounded.time.step_ms < WHOLE_MS
     assert bounded.bound_by == "WT"
 
 
 def test_a_limit_that_is_shorter_stays() -> None:
     budget = TokenBudget(2000, 0, "MaxP", TimeLimit(1.5 * FIXED_MS, 1, TIMES))
-    assert ShortSteps(0.03).bounded(budget, load()) is budget
+    assert ShortSteps(0.03).bounded(budget, load(), is_shared=False) is budget
 
 
 def test_steps_between_which_others_are_short_are_shorter() -> None:
@@ -116,19 +116,19 @@ def test_decodes_leave_room_for_prefill() -> None:
     steps = ShortSteps(0.03)
     crowd = StepWork(1000, 1000, 0, 0, 1000)
     budget = TokenBudget(2000, 1000, "MaxP")
-    limit = steps.bounded(budget, load()).time
+    limit = steps.bounded(budget, load(), is_shared=False).time
     assert limit is not None and limit.step_ms > TIMES.step_ms(crowd)
 
 
 @pytest.mark.parametrize("times", [None, TIMES], ids=["unknown", "known"])
 def test_nothing_changes_where_nothing_may_cost(times: Times | None) -> None:
-    assert ShortSteps(0.0).bounded(BUDGET, load(times)) is BUDGET
+    assert ShortSteps(0.0).bounded(BUDGET, load(times), is_shared=True) is BUDGET
 
 
 def first_step(step_id: int, budget: TokenBudget = BUDGET, waiting: int = 100_000) -> TokenBudget:
     """The bounded budget of that step of a server that several tenants share, without times."""
     cold = replace(load(times=None), step_id=step_id, waiting_tokens=waiting)
-    return ShortSteps(0.03).bounded(budget, cold)
+    return ShortSteps(0.03).bounded(budget, cold, is_shared=True)
 
 
 def test_without_times_nothing_changes_where_one_tenant_has_come() -> None:
@@ -164,7 +164,7 @@ def test_first_steps_that_no_bound_shortens_keep_the_word_of_the_policy() -> Non
 
 def test_a_policy_that_limits_time_keeps_a_shorter_limit() -> None:
     shorter = TokenBudget(2000, 0, "TPOT", TimeLimit(6.0, 32, TIMES))
-    assert ShortSteps(0.03).bounded(shorter, load()) is shorter
+    assert ShortSteps(0.03).bounded(shorter, load(), is_shared=False) is shorter
 
 
 def test_the_smallest_step_is_cheap_enough_and_no_larger_than_that() -> None:
@@ -180,7 +180,9 @@ def test_the_prompt_of_a_newcomer_may_stretch_a_step_but_not_beyond_the_policy(
     policy_ms: float | None,
 ) -> None:
     limit = None if policy_ms is None else TimeLimit(policy_ms, 32, TIMES)
-    bounded = ShortSteps(0.03).bounded(TokenBudget(2000, 0, "MaxP", limit), load()).time
+    bounded = (
+        ShortSteps(0.03).bounded(TokenBudget(2000, 0, "MaxP", limit), load(), is_shared=False).time
+    )
     assert bounded is not None
     stretched_ms = bounded.step_ms * 1.25  # by one of the four steps in flight
     assert bounded.newcomer_ms == min(stretched_ms, policy_ms or stretched_ms)

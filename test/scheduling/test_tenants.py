@@ -209,17 +209,3 @@ def test_a_tenant_has_saved_while_half_of_its_burst_is_left() -> None:
     serve(tenants, "late", 40)
     assert late.rank < tenants.get("flood").rank
     assert not tenants.has_saved("late"), "though it is still first"
-
-
-@pytest.mark.parametrize("first", ["", "first"])
-def test_a_second_tenant_is_remembered_when_all_are_forgotten(first: str) -> None:
-    tenants = without_burst()
-    for _ in range(3):
-        tenant = waits(tenants, first)
-        serve(tenants, first, 10)
-        tenants.ends_to_wait(tenant)
-        assert not tenants.has_several
-    tenants.ends_to_wait(waits(tenants, "second"))
-    assert tenants.has_several
-    waits(tenants, first)
-    assert tenants.has_several

@@ -165,7 +165,7 @@ def before_and_after(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_was_there_before_a_flood_of_a_cold_server_waits_for_short_steps(
+def test_who_comes_with_a_flood_of_a_cold_server_waits_for_short_steps(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for old, new in before_and_after(policy, 0.0, monkeypatch):
