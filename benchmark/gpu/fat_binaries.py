@@ -2,8 +2,9 @@
 
 A library has its kernels in the section .nv_fatbin: containers, one for each source file, with an
 entry for each card. The driver reads the entry of its card and the headers of the others; so an
-entry whose contents are zeros costs nothing where it is not chosen. Used by `pack_vllm.py`. The
-layout is that of nvcc 13.0, as `fatbinary_section.h` and cuobjdump have it.
+entry whose contents are zeros costs nothing where it is not chosen, and one that a Hopper could
+choose is made one for another card, as if it had never been compiled for this one. Used by
+`pack_vllm.py`. The layout is what nvcc 13.0 writes; that a card loads the result is untested.
 """
 
 import struct
@@ -16,13 +17,16 @@ _SECTION = b".nv_fatbin"
 _MAGIC = b"\x50\xed\x55\xba"
 _ALIGNMENT = 8
 _MACHINE_CODE = 2  # an entry's kind; 1 is PTX
+_CAPABILITY_AT = 28  # in an entry's header
+_ANOTHER_CARD = 120  # whose machine code and PTX no Hopper takes
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Kernels of one source file for one card: bytes [start, end) of the library, for compute
-    capability `capability` times 10. `has_code` is false for PTX."""
+    capability `capability` / 10. Its header begins at `header`; `has_code` is false for PTX."""
 
+    header: int
     start: int
     end: int
     capability: int
@@ -48,24 +52,25 @@ def entries(library: bytes | bytearray) -> Iterator[Entry]:
 
 
 def empty(library: bytearray, is_kept: Callable[[Entry, bytes], bool]) -> int:
-    """Zeroes what `is_kept`, given an entry and its contents, refuses; returns the bytes kept."""
+    """Empties what `is_kept`, given an entry and its contents, refuses; returns the bytes kept."""
     kept_bytes = 0
     for entry in list(entries(library)):
         if is_kept(entry, bytes(library[entry.start : entry.end])):
             kept_bytes += entry.end - entry.start
         else:
             library[entry.start : entry.end] = bytes(entry.end - entry.start)
+            struct.pack_into("<I", library, entry.header + _CAPABILITY_AT, _ANOTHER_CARD)
     return kept_bytes
 
 
 def _entries_between(library: bytes | bytearray, at: int, end: int) -> Iterator[Entry]:
     while at < end:
         kind, _, header_size, size = struct.unpack_from("<HHIQ", library, at)
-        (capability,) = struct.unpack_from("<I", library, at + 28)
+        (capability,) = struct.unpack_from("<I", library, at + _CAPABILITY_AT)
         start = at + header_size
         if not header_size or start + size > end:
             raise ConfigurationError(f"an entry of kernels at byte {at} has another layout")
-        yield Entry(start, start + size, capability, kind == _MACHINE_CODE)
+        yield Entry(at, start, start + size, capability, kind == _MACHINE_CODE)
         at = start + size
 
 
