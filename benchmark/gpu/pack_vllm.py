@@ -104,12 +104,12 @@ def unpack(wheel: Path, site: Path) -> None:
 
 
 def is_operator_kept(entry: fat_binaries.Entry, content: bytes) -> bool:
-    """Machine code for a Hopper. Kernels that have PTX alone, those of weights in 4 bits, go."""
+    """True for machine code of a Hopper. Kernels that have PTX alone, those of weights in 4 bits, go."""
     return entry.has_code and entry.capability == _CAPABILITY
 
 
 def is_attention_kept(entry: fat_binaries.Entry, content: bytes) -> bool:
-    """What schedules and combines, and attention with head_dim 128 in bf16."""
+    """True for the kernels that schedule and combine, and for head_dim 128 in bf16."""
     files = _KERNEL_FILE.findall(content)
     return not files or any(name.startswith(_WANTED_FILE) for name in files)
 

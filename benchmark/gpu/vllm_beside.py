@@ -87,7 +87,7 @@ class Answer:
 
 
 class Engine(Protocol):
-    """What is asked of vLLM."""
+    """An engine that runs requests, as vLLM does."""
 
     def add(self, name: str, prompt: Sequence[int], num_tokens: int) -> None:
         """Hands over a request that draws `num_tokens`."""
@@ -260,7 +260,7 @@ class VllmEngine:
         return bool(self._engine.has_unfinished_requests())
 
     def facts(self) -> dict[str, str]:
-        """What it runs with."""
+        """The versions, modes and kernels that it runs with."""
         config = self._engine.vllm_config
         compilation = config.compilation_config
         layer = next(iter(compilation.static_forward_context.values()))
@@ -360,13 +360,16 @@ def measure(
     """Starts vLLM, then each load that there is time for; `facts` gets what it runs with."""
     engines: list[VllmEngine] = []
 
-    def start() -> None:
-        engines.append(VllmEngine(execution))
+    def describe() -> None:
         facts["vllm"] = engines[0].facts()
         session.say("; ".join(f"{name} {value}" for name, value in facts["vllm"].items()))
 
+    def start() -> None:
+        engines.append(VllmEngine(execution))
+
     if not session.attempt(f"starting vLLM, {execution}", start):
         return
+    session.attempt("asking what it runs with", describe)
     vocab_size = MODELS[MODEL].vocab_size
     loads = Measurement(session, engines[0], Script(), vocab_size, repeats)
     if not session.attempt("prefill", loads.prefill, guess_s=15.0):
