@@ -104,7 +104,7 @@ def unpack(wheel: Path, site: Path) -> None:
 
 
 def is_operator_kept(entry: fat_binaries.Entry, content: bytes) -> bool:
-    """True for machine code of a Hopper. Kernels that have PTX alone, those of weights in 4 bits, go."""
+    """True for machine code of a Hopper. What has PTX alone, for weights in 4 bits, goes."""
     return entry.has_code and entry.capability == _CAPABILITY
 
 
