@@ -61,7 +61,8 @@ EXECUTIONS: dict[str, dict[str, Any]] = {
 }
 _WARM_PROMPTS = 8
 _MAX_TOKENS_A_STEP = 2048
-_MEMORY_FRACTION = 0.85
+_MEMORY_FRACTION = 0.85  # that must be free at the start
+_POOL_SHARE = 1.25  # pages for the script's requests, and some for those of the load before
 _ROUND_SHIFT = 104_729  # of token ids; no prompt of one round begins like one of another
 _GRACE_S = 20.0
 # No network, no other kernels than the pack's, and the engine in this process.
@@ -296,10 +297,19 @@ def engine_options(execution: str, directory: str) -> dict[str, Any]:
         "block_size": PAGE_SIZE,
         "enable_prefix_caching": True,
         "gpu_memory_utilization": _MEMORY_FRACTION,
+        # Without this vLLM records its graphs twice, to see what they take.
+        "kv_cache_memory_bytes": int(_POOL_SHARE * pool_bytes(script)),
         "disable_log_stats": True,
         "seed": 0,
         **EXECUTIONS[execution],
     }
+
+
+def pool_bytes(script: Script) -> int:
+    """The keys and values of all requests of the script, in 16 bits."""
+    model = MODELS[MODEL]
+    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    return 2 * numbers * script.total_tokens(PAGE_SIZE)
 
 
 def text_of(session: Session) -> str:

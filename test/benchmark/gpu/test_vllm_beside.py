@@ -4,11 +4,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmark.gpu import vllm_beside
-from benchmark.gpu.script import INT32, PlanWriter, Script
+from benchmark.gpu.script import PlanWriter, Script
 from benchmark.gpu.session import Budget, Session
 from benchmark.gpu.shapes import PAGE_SIZE
 from benchmark.gpu.vllm_beside import Answer, Measurement, prompts_of, run_burst, text_of
@@ -102,7 +103,7 @@ def test_the_first_prompts_are_those_of_our_script() -> None:
     ours = PlanWriter(SCRIPT, PAGE_SIZE, VOCABULARY).prefills()
     chunks = [chunk for plan in ours for chunk in plan.chunks]
     theirs = prompts_of(SCRIPT, 0, VOCABULARY)
-    assert [memoryview(each.new_tokens).cast(INT32).tolist() for each in chunks] == theirs
+    assert [np.frombuffer(each.new_tokens, np.int32).tolist() for each in chunks] == theirs
 
 
 def test_no_prompt_of_a_round_begins_like_one_of_another() -> None:
@@ -120,6 +121,7 @@ def test_a_request_fits_the_engine_and_every_decode_has_its_graph(execution: str
     # What is left of prompts after their hits is one step, so that all begin to decode together.
     rest = script.prompt_tokens - (script.prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
     assert rest * max(vllm_beside.CONCURRENCIES) <= options["max_num_batched_tokens"]
+    assert 256 * 1056 * 147_456 < options["kv_cache_memory_bytes"] < 60e9  # beside weights: an H100
     graphs = options.get("compilation_config", {}).get("cudagraph_capture_sizes")
     assert graphs is None or set(vllm_beside.CONCURRENCIES) <= set(graphs)
 
