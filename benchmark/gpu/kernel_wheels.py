@@ -1,7 +1,7 @@
 """Installs wheels into a folder of their own: what compiles kernels, and what a pack of them needs.
 
-Called by `kernel_modules.prepare` and `kernel_pack.py`. Must leave the environment that runs it as
-it is.
+Called by `kernel_modules.prepare`, `kernel_pack.py` and the packs of vLLM. Must leave the
+environment that runs it as it is.
 """
 
 import hashlib
@@ -57,6 +57,11 @@ def install_for_python(folder: Path, names: Sequence[str], python_version: str) 
     versions = pins(CUDA_REQUIREMENTS)
     requested = [f"{name}=={versions[name]}" for name in names]
     _pip_install(folder, [*_for_python(python_version), *requested])
+
+
+def install_pins_for_python(folder: Path, requirements: Path, python_version: str) -> None:
+    """Installs all of a requirements file as `install_for_python` does."""
+    _pip_install(folder, [*_for_python(python_version), "-r", str(requirements)])
 
 
 def download_for_python(folder: Path, requirement: str, python_version: str) -> Path:
