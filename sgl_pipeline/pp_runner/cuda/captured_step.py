@@ -72,6 +72,12 @@ class StepBuffers:
             attended=zeros(shape.dtype, *heads),
         )
 
+    @staticmethod
+    def row_bytes(shape: AttentionShape, hidden_size: int) -> int:
+        """Bytes of a row of all buffers, on a stage that is not the first."""
+        numbers = hidden_size + 2 * shape.num_query_heads * shape.head_dim
+        return 3 * torch.int64.itemsize + numbers * shape.dtype.itemsize
+
     def fill(
         self, inputs: StepInputs, hidden: torch.Tensor | None, num_rows: int, padding_slot: int
     ) -> None:

@@ -23,9 +23,10 @@ def split_keys_are_faster(layout: PagedLayout, shape: AttentionShape) -> bool:
     first = layout.num_decodes
     lengths = torch.diff(layout.query_indptr[first:]).tolist()
     ends = layout.kv_lengths[first:].tolist()
-    # A tile reads the keys up to its last row.
+    # A tile reads the keys up to its last row, from the window of its first row on.
+    most_keys = max(ends) if shape.window is None else shape.window + TILE_ROWS - 1
     tiles = [
-        end - length + min(row + TILE_ROWS, length)
+        min(end - length + min(row + TILE_ROWS, length), most_keys)
         for length, end in zip(lengths, ends, strict=True)
         for row in range(0, length, TILE_ROWS)
     ]
