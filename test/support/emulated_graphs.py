@@ -109,9 +109,9 @@ class EmulatedCuda(EmulatedRecorder):
     A pool of device memory lives as long as a `MemPool` or a graph that was recorded into it does,
     one of page-locked memory as long as a graph does. Recording into one that is gone is the
     internal error of torch's allocators (`createOrIncrefPool` and `releasePool` of
-    CUDACachingAllocator.cpp, and of CachingHostAllocator.h, as a card has shown). So is the end of a
-    `MemPool` before that of its graphs (its destructor in CUDACachingAllocator.cpp), which is found
-    where `installed` ends.
+    CUDACachingAllocator.cpp, and of CachingHostAllocator.h, as a card has shown). The end of a
+    `MemPool` before that of its graphs is another, of its destructor, and is found where
+    `installed` ends.
     """
 
     def __init__(self) -> None:

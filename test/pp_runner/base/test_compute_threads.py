@@ -201,9 +201,7 @@ def test_they_are_bound_before_a_stage_loads_and_before_it_is_measured(
     monkeypatch.setattr(cost_measurement, "pin_threads", lambda *what: None)
     make, call = module.make_layer_kernels, calls.append
 
-    def making(
-        choice: BackendChoice, shape: AttentionShape, spec: ModelSpec
-    ) -> LayerKernels:
+    def making(choice: BackendChoice, shape: AttentionShape, spec: ModelSpec) -> LayerKernels:
         call("kernels")
         return make(choice, shape, spec)
 

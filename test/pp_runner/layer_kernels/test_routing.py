@@ -137,9 +137,7 @@ def without_a_number(num_rows: int, num_experts: int, row: int, expert: int) -> 
 @every_leaf
 @pytest.mark.parametrize("expert", [1, 5, 12])
 @pytest.mark.parametrize("row", [0, 2, 4])
-def test_one_logit_that_is_no_number_spoils_its_row_alone(
-    leaf: str, row: int, expert: int
-) -> None:
+def test_one_logit_that_is_no_number_spoils_its_row_alone(leaf: str, row: int, expert: int) -> None:
     case = without_a_number(6, 13, row, expert)
     logits = case.x @ case.weight.T
     assert logits.isnan().nonzero().tolist() == [[row, expert]]
