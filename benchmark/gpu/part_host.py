@@ -80,7 +80,7 @@ def _times_us(stage: LoneStage, step: Step) -> tuple[float, float, float]:
 
 
 def _functions(stage: LoneStage, step: Step) -> list[HostFunction]:
-    """Those that take longest by themselves, longest first."""
+    """The functions of a step that take longest by themselves, longest first."""
     stage.prepare(step, _PROFILED)
     with cProfile.Profile() as profile:
         for _ in range(_PROFILED):

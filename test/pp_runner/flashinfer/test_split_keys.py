@@ -49,12 +49,18 @@ def test_many_prompts_fill_the_card_and_need_no_split() -> None:
     assert not split_keys_are_faster(random_layout([alone] * 8, PAGE_SIZE, seed=0), shape)
 
 
-def test_a_window_leaves_too_few_keys_to_split() -> None:
+def test_a_window_is_a_context_of_the_keys_that_a_tile_sees_through_it() -> None:
+    """Those of 128 rows, each of which sees one more and one fewer than the row before it."""
     shape = spec_of("Qwen3-8B").attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)[0]
-    layout = random_layout(prefill_step(128, 16_384).chunks, PAGE_SIZE, seed=0)
-    longest = 16_384 + 128
-    for window, splits in ((512, False), (longest - 127, True), (longest, True), (None, True)):
-        assert split_keys_are_faster(layout, replace(shape, window=window)) is splits
+    long = random_layout(prefill_step(128, 16_384).chunks, PAGE_SIZE, seed=0)
+    found = []
+    for window in range(32, 8192, 32):
+        alone = random_layout(prefill_step(128, window - 1).chunks, PAGE_SIZE, seed=0)
+        found.append(split_keys_are_faster(long, replace(shape, window=window)))
+        assert found[-1] is split_keys_are_faster(alone, shape)
+    assert found == sorted(found) and {*found} == {False, True}
+    for window in (16_384, 2**20):  # longer than the context
+        assert split_keys_are_faster(long, replace(shape, window=window))
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,10 @@ def test_rows_that_are_no_numbers_go_to_different_experts(leaf: str) -> None:
 
 
 def without_a_number(num_rows: int, num_experts: int, row: int, expert: int) -> RouterCase:
-    """In one row the logit of one expert is a difference of infinities."""
+    """In one row the logit of one expert is a product of zero and infinity."""
     weight, x = random(4, num_experts, 40), random(5, num_rows, 40)
-    weight[:, :2], x[:, :2] = 0, 0
-    weight[expert, :2] = torch.tensor([1e30, -1e30])
-    x[row, :2] = 1e30
+    weight[:, 0], x[:, 0] = 0, -1
+    weight[expert, 0], x[row, 0] = torch.inf, 0
     return RouterCase(weight, x)
 
 
