@@ -1,7 +1,6 @@
 """Is what the GPU computes right? The fast paths against plain torch in higher precision.
 
-Called by `part_checks.py`. Each check gives the largest error and its bound; a
-NaN passes nothing.
+Called by `part_checks.py`. Each check gives the largest error and its bound; a NaN passes nothing.
 """
 
 import math
@@ -193,7 +192,7 @@ def _few_layers(
         spec,
         UpcastWeights(weights) if dtype == torch.float32 else weights,
         device=device,
-        kernels=kernels_for(device, dtype, kernels),
+        kernels=kernels_for(device, dtype, kernels, spec),
         layers=range(_CHECKED_LAYERS),
         is_first=True,
         is_last=True,

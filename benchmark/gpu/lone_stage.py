@@ -15,7 +15,7 @@ from sgl_pipeline.args import StageArgs
 from sgl_pipeline.pp_runner.kernel_choice import choose_layer_kernels, make_layer_kernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.links.activation_link import ActivationShape
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import GREEDY, LogprobSpec, SamplingSpec
@@ -30,9 +30,14 @@ from sgl_pipeline.wire.step_order import (
 )
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, name: str = "auto") -> LayerKernels:
-    """The kernels that `--stage-kernels name` chooses."""
-    return make_layer_kernels(choose_layer_kernels(name, dtype, device))
+def kernels_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str = "auto",
+    spec: ModelSpec | None = None,
+) -> LayerKernels:
+    """The kernels that `--stage-kernels name` chooses; see `make_layer_kernels`."""
+    return make_layer_kernels(choose_layer_kernels(name, dtype, device), spec=spec)
 
 
 class StandInLink:
@@ -133,7 +138,7 @@ class LoneStage:
             is_last=place.is_last,
             dtype=dtype,
             device=device,
-            kernels=kernels_for(device, dtype),
+            kernels=kernels_for(device, dtype, spec=place.spec),
             load_format="dummy",
         )
         self.link = StandInLink(ActivationShape(place.spec.hidden_size, dtype, device), max_rows)

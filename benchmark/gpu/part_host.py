@@ -6,7 +6,6 @@ functions that take longest by themselves, as Python's profiler sees them, which
 """
 
 import cProfile
-import pstats
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -80,14 +79,15 @@ def _times_us(stage: LoneStage, step: Step) -> tuple[float, float, float]:
 
 
 def _functions(stage: LoneStage, step: Step) -> list[HostFunction]:
-    """Those that take longest by themselves, longest first."""
+    """The functions of a step that take longest by themselves, longest first."""
     stage.prepare(step, _PROFILED)
     with cProfile.Profile() as profile:
         for _ in range(_PROFILED):
             stage.run()
+    profile.create_stats()
     found = [
         HostFunction(f"{Path(file).name}:{name}", calls / _PROFILED, own_s / _PROFILED * 1e6)
-        for (file, _, name), (_, calls, own_s, _, _) in pstats.Stats(profile).stats.items()
+        for (file, _, name), (_, calls, own_s, _, _) in profile.stats.items()
     ]
     return sorted(found, key=lambda each: -each.own_us)[:_TOP_FUNCTIONS]
 

@@ -140,7 +140,7 @@ class _MadeUpModel:
             bind_compute_threads(
                 choice.name, shape.dtype, assignment.cpu_threads, assignment.cpu_cores
             )
-        self._kernels = make_layer_kernels(choice, shape)
+        self._kernels = make_layer_kernels(choice, shape, spec)
         self._weights = MadeUpWeights(shape.dtype, device)
         kinds = [spec.layer_kind(layer) for layer in range(spec.num_layers)]
         firsts = sorted({kinds.index(own) for own in kinds})

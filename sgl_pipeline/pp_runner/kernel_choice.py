@@ -27,9 +27,8 @@ from sgl_pipeline.pp_runner.cuda.first_calls import (
 )
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import (
-    DECODE_ROWS,
-    MIXED_ROWS,
     GraphedLayers,
+    graph_rows_of,
     mixed_rows_of,
 )
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
@@ -43,7 +42,7 @@ from sgl_pipeline.pp_runner.layer_kernels.gpu_quantized import why_without_kerne
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
 from sgl_pipeline.pp_runner.model.moe import groups_stay_on_device
 from sgl_pipeline.pp_runner.recorded_layers import RecordedLayers
 from sgl_pipeline.pp_runner.step_layers import EagerLayers, StepLayers
@@ -272,11 +271,16 @@ def choose_layer_kernels(
     return BackendChoice("cpu")
 
 
-def make_layer_kernels(choice: BackendChoice, shape: AttentionShape | None = None) -> LayerKernels:
+def make_layer_kernels(
+    choice: BackendChoice,
+    shape: AttentionShape | None = None,
+    spec: ModelSpec | None = None,
+) -> LayerKernels:
     """The kernels that `choose_layer_kernels` chose.
 
     Args:
         shape: of the keys and values that a GPU's kernels write, if known.
+        spec: of the model whose layers may run from graphs; None: no layers do.
 
     Raises ConfigurationError when this machine does not have them.
     """
@@ -285,7 +289,7 @@ def make_layer_kernels(choice: BackendChoice, shape: AttentionShape | None = Non
     if choice.name == "torch":
         return TorchKernels()
     with building_kernels():
-        kernels = FlashInferKernels(tried_rows=(*DECODE_ROWS, *MIXED_ROWS))
+        kernels = FlashInferKernels(tried_rows=() if spec is None else graph_rows_of(spec))
         call_layer_kernels(kernels, shape or ONE_HEAD)
     return kernels
 

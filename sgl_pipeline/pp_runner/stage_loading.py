@@ -87,7 +87,7 @@ def load_stage(
             is_last=False,
             dtype=dtype,
             device=device,
-            kernels=make_layer_kernels(kernels, shapes[0]),
+            kernels=make_layer_kernels(kernels, shapes[0], spec),
             load_format=args.load_format,
             on_read=on_read,
         )

@@ -109,13 +109,21 @@ class EmulatedCuda(EmulatedRecorder):
     A pool of device memory lives as long as a `MemPool` or a graph that was recorded into it does,
     one of page-locked memory as long as a graph does. Recording into one that is gone is the
     internal error of torch's allocators (`createOrIncrefPool` and `releasePool` of
-    CUDACachingAllocator.cpp, and of CachingHostAllocator.h, as a card has shown).
+    CUDACachingAllocator.cpp, and of CachingHostAllocator.h, as a card has shown). The end of a
+    `MemPool` before that of its graphs is another, of its destructor, and is found where
+    `installed` ends.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._uses: dict[PoolId, int] = {}
         self._locked_uses: dict[PoolId, int] = {}
+        self._ended_early: list[PoolId] = []
+
+    @property
+    def num_pools(self) -> int:
+        """All that were made."""
+        return len(self._uses)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -132,13 +140,20 @@ class EmulatedCuda(EmulatedRecorder):
             for name, stand_in in stands_in.items():
                 patch.setattr(torch.cuda, name, stand_in)
             yield
+        assert not self._ended_early, "use_count() == 1 INTERNAL ASSERT FAILED"
 
     def new_pool(self) -> PoolId:
         return (0, len(self._uses) + 1)
 
     def use_pool(self, pool: PoolId, memory: object) -> None:
         """Until `memory` is gone."""
-        _count(self._uses, pool, memory)
+        self._uses[pool] = 1
+        finalize(memory, self._end_pool, pool)
+
+    def _end_pool(self, pool: PoolId) -> None:
+        if self._uses[pool] != 1:
+            self._ended_early.append(pool)
+        _release(self._uses, pool)
 
     def record_into(self, pool: PoolId, graph: object) -> None:
         """Both kinds of memory are used until `graph` is gone."""

@@ -91,8 +91,8 @@ def build_step_inputs(
     Args:
         upload: brings the tensors to `device`; by default each separately.
 
-    Raises ProtocolError for chunks of leases that are not the last ones, or not within a page, and
-    as `state_rows`.
+    Raises ProtocolError for chunks of leases that are not the last ones, or not within a page, for
+    chunks whose request has too few tokens or pages, and as `state_rows`.
     """
     num_local = _num_local(chunks)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
@@ -229,7 +229,7 @@ def _page_indices(
                 f"within a page of {page_size}"
             )
     runs = [
-        memoryview(chunk.request.pages)[:count]
+        _run(chunk, "pages", chunk.request.pages, 0, count)
         for chunk, count in zip(chunks, page_counts, strict=True)
     ]
     return _joined(runs)
@@ -240,10 +240,23 @@ def _token_ids(chunks: Sequence[MirroredChunk]) -> np.ndarray:
     runs: list[memoryview] = []
     for chunk in chunks:
         known_end = chunk.start + chunk.length - len(chunk.draft_ids)
-        runs.append(memoryview(chunk.request.tokens)[chunk.start : known_end])
+        runs.append(_run(chunk, "tokens", chunk.request.tokens, chunk.start, known_end))
         if chunk.draft_ids:
             runs.append(memoryview(array(INT32, chunk.draft_ids)))
     return _joined(runs).astype(np.int64)
+
+
+def _run(
+    chunk: MirroredChunk, what: str, numbers: "array[int]", start: int, end: int
+) -> memoryview:
+    """`numbers[start:end]` without a copy. A slice would be shorter where some are missing, and
+    every later row of the step would be another's."""
+    if len(numbers) < end:
+        raise ProtocolError(
+            f"{chunk.length} rows of request {chunk.request.handle} from position {chunk.start} "
+            f"on need {end} {what}, and it has {len(numbers)}"
+        )
+    return memoryview(numbers)[start:end]
 
 
 def _joined(runs: Sequence[memoryview]) -> np.ndarray:

@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kStepLines = 4;  // of a weight
 constexpr int64_t kStepBytes = kStepLines * kLine;
-constexpr int64_t kPartSteps = 16;  // of a panel, 8 KiB, for all rows; no group has more
+constexpr int64_t kPartSteps = 16;  // of a panel, 8 KiB, for all rows
+static_assert(kMostInt4Steps <= kPartSteps, "a group is multiplied at once");
 static_assert(kStepInputs / 2 / 2 * 2 * 15 * 127 <= INT16_MAX, "the sums of a step are exact");
 
 // Some whole groups of a block, and what is asked for beside them.

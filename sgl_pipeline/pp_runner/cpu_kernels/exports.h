@@ -18,6 +18,7 @@ int sglp_best_bf16_arithmetic();
 int sglp_has_products();
 int sglp_has_bf16_instructions();
 int sglp_has_int8_products();
+int sglp_most_int4_tiles();
 int sglp_most_expanded_tiles();
 int sglp_bind_threads(int num_threads, int num_cores, const int* cores);
 

@@ -10,6 +10,8 @@
 
 #include "int8_rows.h"
 
+extern "C" int sglp_most_int4_tiles() { return kMostInt4Steps; }
+
 #if defined(SGLP_HAS_VNNI)
 
 namespace {
@@ -18,7 +20,8 @@ constexpr int kStepInputs = 32;  // what every group has a multiple of
 constexpr int kStepLines = 4;    // of a weight
 constexpr int64_t kStepBytes = kStepLines * kLine;
 constexpr int64_t kSteps = kTileInputs / kStepInputs;  // of a tile
-constexpr int64_t kStepsAtOnce = kTilesAtOnce * kSteps;  // no group has more
+constexpr int64_t kStepsAtOnce = kTilesAtOnce * kSteps;
+static_assert(kMostInt4Steps <= kStepsAtOnce, "a group is multiplied at once");
 
 // Some groups of two blocks of a weight. What lies `ahead` bytes on is asked for, into the L2 cache.
 struct Int4Panel {

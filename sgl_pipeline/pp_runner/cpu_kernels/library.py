@@ -58,6 +58,7 @@ class CpuKernels:
             0 where it cannot be called.
         has_int8_products: whether `int8_product` and `int4_product` can, which need AVX-512 VNNI
             or AVX2.
+        most_int4_tiles: the longest group that `int4_product` takes, in tiles of 32 inputs.
     """
 
     def __init__(self, functions: CompiledFunctions) -> None:
@@ -66,6 +67,7 @@ class CpuKernels:
         self.has_bf16_instructions = bool(self._plain("has_bf16_instructions")())
         self.most_expanded_tiles = int(self._plain("most_expanded_tiles")())
         self.has_int8_products = bool(self._plain("has_int8_products")())
+        self.most_int4_tiles = int(self._plain("most_int4_tiles")())
         # Attention to keys and values in pages (attention.cpp).
         self.paged_attention = kernel("paged_attention")
         # Norms, sums, rotations and gates of rows (elementwise.cpp).

@@ -9,6 +9,10 @@
 
 namespace {
 
+// Of a group in products with weights of 4 bits and rows of 8, in steps of 32 inputs. Longer groups
+// come in parts, and the parts decide the bits of a product: it is the same for every processor.
+constexpr int64_t kMostInt4Steps = 16;
+
 struct ProductCall {
   int64_t num_rows;
   int64_t inputs;

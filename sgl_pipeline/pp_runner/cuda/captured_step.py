@@ -18,6 +18,7 @@ from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout, StepInputs
 from sgl_pipeline.pp_runner.cuda.graph_recorder import Graph, GraphRecorder
 
 Pages = tuple[torch.Tensor, torch.Tensor]
+_INDEX_BYTES = 8  # of an int64
 
 
 class Forward(Protocol):
@@ -71,6 +72,12 @@ class StepBuffers:
             query=zeros(shape.dtype, *heads),
             attended=zeros(shape.dtype, *heads),
         )
+
+    @staticmethod
+    def row_bytes(shape: AttentionShape, hidden_size: int) -> int:
+        """Bytes of a row of all buffers, on a stage that is not the first."""
+        numbers = hidden_size + 2 * shape.num_query_heads * shape.head_dim
+        return 3 * _INDEX_BYTES + numbers * shape.dtype.itemsize
 
     def fill(
         self, inputs: StepInputs, hidden: torch.Tensor | None, num_rows: int, padding_slot: int

@@ -22,15 +22,14 @@ ONE_HEAD = AttentionShape(
     device=torch.device("cuda"),
 )
 
-
 # Enough for the kernels that split a long context, where heads are too few for the others.
-_MANY_PAGES = 2048
+_MANY_TOKENS = 32768
 
 
 def plan_decode_and_prefill(attention: AttentionBackend, shape: AttentionShape) -> None:
     """Plans steps of a decode and a prefill of one row each, the latter behind many keys
     and behind none; a plan loads the kernels."""
-    for num_pages in (_MANY_PAGES, 1):
+    for num_pages in (-(-_MANY_TOKENS // shape.page_size), 1):
         ones = torch.ones(2, dtype=torch.int32)
         attention.plan(
             PagedLayout(

@@ -46,7 +46,7 @@ class CudaGraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = torch.cuda.MemPool()
+        self._memory: torch.cuda.MemPool | None = None
         self._stream = torch.cuda.Stream(device)
         self._recording: torch.cuda.CUDAGraph | None = None
         self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -60,7 +60,8 @@ class CudaGraphRecorder:
 
     def begin(self) -> None:
         assert self._recording is None, "a recording within a recording"
-        if not self._alive:
+        # A pool must not go before the last of its graphs.
+        if self._memory is None or not self._alive:
             self._memory = torch.cuda.MemPool()
         self._recording = torch.cuda.CUDAGraph()
         self._alive.add(self._recording)

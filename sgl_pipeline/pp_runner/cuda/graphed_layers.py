@@ -35,7 +35,7 @@ from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
 )
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,14 @@ DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_GRAPH_DECODES)
 # Steps with prefill, as far as `mixed_rows` allows.
 MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
 # Of a layer's products. With more of them its kernels take longer than launching them: on an H200's
-# host 0.35 ms, in which the card does this much (benchmark/results/2026-11-27_1952_2_gpu.md).
+# host 0.35 ms, as 1,024 rows of Qwen3-0.6B without a graph show, in which the card does this much
+# (benchmark/results/2026-11-27_1954_2_gpu.md).
 _LAUNCHED_FLOPS = 2e11
 # Page references of a decode graph, for each page of the pool: requests share pages.
 _REFERENCES_PER_PAGE = 4
 # For `graph_memory_bytes`. A wrapper's buffer of indices is what FlashInfer allocates.
 _WRAPPER_BYTES = 8 * 2**20
+_PLAIN_WRAPPERS = 3  # decode and, on a Hopper, two for prefill; others have one
 _KERNELS_PER_LAYER = 30
 _KERNEL_BYTES = 16 * 2**10
 
@@ -70,7 +72,7 @@ class GraphedLayers:
         recorder: GraphRecorder,
         *,
         decode_rows: Sequence[int] = DECODE_ROWS,
-        mixed_rows: Sequence[int] = MIXED_ROWS,
+        mixed_rows: Sequence[int],
     ) -> None:
         model, kv_pool = held_layers.model, held_layers.kv_pool
         self._held_layers = held_layers
@@ -106,7 +108,7 @@ class GraphedLayers:
         or by `record_all`.
 
         At the switch of a layer move the pipeline would wait for all of them, and most numbers of
-        rows may never come. They reuse the memory of the older ones.
+        rows may never come. The memory of the older ones is given back when the first is recorded.
         """
         self._drop_graphs()
         self._epoch, self._recorded = epoch, layers
@@ -213,29 +215,39 @@ def mixed_rows_of(spec: DecoderSpec) -> tuple[int, ...]:
     """The numbers of rows of steps with prefill that gain by a graph, ascending; at least one.
 
     Where kernels take longer than their launching, rows that fill a step up cost more than a graph
-    saves. Not run on hardware with more than 512 rows.
+    saves. Quantization is not looked at: products in FP8 are faster, and more rows might gain. Not
+    run on hardware with more than 512 rows.
     """
     heads = 2 * spec.num_query_heads + 2 * spec.num_kv_heads
-    weights = spec.hidden_size * (heads * spec.head_dim + 3 * spec.intermediate_size)
-    if spec.experts is not None:
-        each = 3 * spec.hidden_size * spec.experts.inner_size
-        weights = spec.hidden_size * heads * spec.head_dim + spec.experts.experts_per_token * each
-    most_rows = _LAUNCHED_FLOPS / (2 * weights)
+    if spec.experts is None:
+        inner_size = spec.intermediate_size
+    else:
+        each, shared = spec.experts.inner_size, spec.experts.shared_inner_size
+        inner_size = spec.experts.experts_per_token * each + shared
+    row_weights = spec.hidden_size * (heads * spec.head_dim + 3 * inner_size)
+    most_rows = _LAUNCHED_FLOPS / (2 * row_weights)
     return MIXED_ROWS[:1] + tuple(rows for rows in MIXED_ROWS[1:] if rows <= most_rows)
+
+
+def graph_rows_of(spec: ModelSpec) -> tuple[int, ...]:
+    """All numbers of rows that may have a graph; none where a model's layers are not ours."""
+    return (*DECODE_ROWS, *mixed_rows_of(spec)) if isinstance(spec, DecoderSpec) else ()
 
 
 def graph_memory_bytes(shape: AttentionShape, spec: DecoderSpec, num_layers: int) -> int:
     """GPU memory of graphs and FlashInfer's wrappers, to be kept free beside the KV pool.
 
-    An estimate from above, never measured: the wrappers' workspaces, the activations of the largest
-    graph, and what the driver keeps for each recorded kernel. `make_step_layers` logs the actual
-    size.
+    An estimate from above, never measured: the wrappers' workspaces, the inputs and the activations
+    of the largest graph, the outputs of all, and what the driver keeps for each recorded kernel.
+    `make_step_layers` logs the actual size.
     """
-    wrappers = workspace_bytes(shape) + (2 + len(DECODE_ROWS)) * _WRAPPER_BYTES
-    mixed_rows = mixed_rows_of(spec)
-    activations = max(*DECODE_ROWS, *mixed_rows) * layer_row_bytes(spec, shape.dtype.itemsize)
-    num_kernels = (len(DECODE_ROWS) + len(mixed_rows)) * num_layers * _KERNELS_PER_LAYER
-    return wrappers + activations + num_kernels * _KERNEL_BYTES
+    graph_rows = graph_rows_of(spec)
+    wrappers = workspace_bytes(shape) + (_PLAIN_WRAPPERS + len(DECODE_ROWS)) * _WRAPPER_BYTES
+    row_bytes = StepBuffers.row_bytes(shape, spec.hidden_size)
+    row_bytes += layer_row_bytes(spec, shape.dtype.itemsize)
+    outputs = sum(graph_rows) * spec.hidden_size * shape.dtype.itemsize
+    num_kernels = len(graph_rows) * num_layers * _KERNELS_PER_LAYER
+    return wrappers + max(graph_rows) * row_bytes + outputs + num_kernels * _KERNEL_BYTES
 
 
 def _next(numbers: Sequence[int], least: int) -> int | None:

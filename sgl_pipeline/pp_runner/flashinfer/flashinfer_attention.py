@@ -24,6 +24,10 @@ from sgl_pipeline.pp_runner.flashinfer.split_keys import split_keys_are_faster
 
 _WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommendation, for partial results of split keys
 MAX_GRAPH_DECODES = 256  # the most rows of a decode graph
+# The most of a card in use, an RTX PRO 6000; an H200 has 132, a B200 148.
+MOST_MULTIPROCESSORS = 188
+# Of FA2's prefill kernels: blocks for each multiprocessor, and the most packed rows of a block.
+_FA2_BLOCKS, _FA2_TILE_ROWS = 2, 128
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
 # Up to here a decode kernel on the CUDA cores keeps up with the memory; above it, tensor cores.
@@ -91,13 +95,21 @@ def _no_hopper(device: torch.device) -> ConfigurationError:
 
 
 def workspace_bytes(shape: AttentionShape) -> int:
-    """Bytes of the workspace that the wrappers share. A decode graph on tensor cores always splits
-    the keys, and reserves fp32 results for whole tiles of 16 or 64 rows, the query heads of one KV
-    head being rows."""
+    """Bytes of the workspace that the wrappers share, of fp32 results for parts of the keys.
+
+    A decode graph on tensor cores always splits the keys, and reserves results for whole tiles of
+    16 or 64 rows, the query heads of one KV head being rows. FA2's prefill splits them where chunks
+    are few, into as many blocks as the card has room for.
+    """
     group = shape.num_query_heads // shape.num_kv_heads
     tile_rows = 16 if group <= 16 else 64
     num_tiles = -(-MAX_GRAPH_DECODES * group // tile_rows) + MAX_GRAPH_DECODES
-    partial_results = shape.num_query_heads * num_tiles * tile_rows * (shape.head_dim + 1) * 4
+    graph_rows = shape.num_query_heads * num_tiles * tile_rows
+    # `PrefillSplitQOKVIndptr` of flashinfer's scheduler.cuh bounds the blocks by those of the card,
+    # divided by the KV heads; `PrefillPlan` there reserves a whole tile of rows for each and every
+    # query head (0.6.18; in 0.7.2 for each KV head).
+    prefill_rows = group * _FA2_BLOCKS * MOST_MULTIPROCESSORS * _FA2_TILE_ROWS
+    partial_results = max(graph_rows, prefill_rows) * (shape.head_dim + 1) * 4
     return max(_WORKSPACE_BYTES, partial_results + 2**20)
 
 

@@ -5,7 +5,7 @@ of the card waits for a long context. Times are fitted to those of an H200 with 
 (`benchmark/results/2026-11-27_1954_gpu.json`), and only their order matters. Not run on hardware.
 """
 
-import torch
+from itertools import pairwise
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
@@ -21,11 +21,12 @@ def split_keys_are_faster(layout: PagedLayout, shape: AttentionShape) -> bool:
     """True if FA2 takes less time than FA3 for the chunks of `layout` behind its decodes, at least
     one."""
     first = layout.num_decodes
-    lengths = torch.diff(layout.query_indptr[first:]).tolist()
+    lengths = [end - begin for begin, end in pairwise(layout.query_indptr[first:].tolist())]
     ends = layout.kv_lengths[first:].tolist()
-    # A tile reads the keys up to its last row.
+    # A tile reads the keys up to its last row, from the window of its first row on.
+    most_keys = max(ends) if shape.window is None else shape.window + TILE_ROWS - 1
     tiles = [
-        end - length + min(row + TILE_ROWS, length)
+        min(end - length + min(row + TILE_ROWS, length), most_keys)
         for length, end in zip(lengths, ends, strict=True)
         for row in range(0, length, TILE_ROWS)
     ]

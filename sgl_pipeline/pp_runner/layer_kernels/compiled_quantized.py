@@ -26,9 +26,6 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import (
 )
 
 _TILE_INPUTS = 32  # of a tile of bf16, and of a step in int4_products.cpp
-# Of a part of a group in products with rows of 8 bits: decides their bits. int4_products.cpp and
-# avx2_int4_products.cpp take 16 or more at once.
-_MOST_INT4_TILES = 16
 
 
 class _QuantizedLinear:
@@ -147,7 +144,9 @@ class CompiledInt4Linear(_QuantizedLinear):
     ) -> None:
         assert kernels.has_int8_products and weight.rounds_rows
         super().__init__(kernels, weight, bias, is_gated)
-        self._groups = groups = _Groups.of(weight.shape[1], weight.group_size, _MOST_INT4_TILES)
+        self._groups = groups = _Groups.of(
+            weight.shape[1], weight.group_size, kernels.most_int4_tiles
+        )
         self._scales = groups.beside(weight.scales, is_gated)
         self._zeros = groups.beside(weight.zeros, is_gated)
         self._packed = in_half_bytes(weight.numbers, is_gated)

@@ -17,6 +17,7 @@ from benchmark.gpu.shapes import (
 )
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels, Linear, Routing
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec
 from sgl_pipeline.pp_runner.model.moe import SparseMlp, StackedExperts
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
 from sgl_pipeline.pp_runner.weights.quantized_weights import Matrix
@@ -64,8 +65,10 @@ class OneWrongExpert(TorchKernels):
 def test_a_wrong_expert_of_a_stage_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels_for = checks.kernels_for
 
-    def kernels(device: torch.device, dtype: torch.dtype, name: str) -> LayerKernels:
-        return OneWrongExpert() if name == "auto" else kernels_for(device, dtype, name)
+    def kernels(
+        device: torch.device, dtype: torch.dtype, name: str, spec: DecoderSpec
+    ) -> LayerKernels:
+        return OneWrongExpert() if name == "auto" else kernels_for(device, dtype, name, spec)
 
     assert all(check.passed for check in checks.check_stage(SPEC, "tiny-moe", CPU, "auto"))
     monkeypatch.setattr(checks, "kernels_for", kernels)

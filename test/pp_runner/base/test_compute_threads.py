@@ -21,6 +21,7 @@ from sgl_pipeline.pp_runner.base.compute_threads import bind_compute_threads, pi
 from sgl_pipeline.pp_runner.cpu_kernels.library import load_cpu_kernels
 from sgl_pipeline.pp_runner.kernel_choice import BackendChoice
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
+from sgl_pipeline.pp_runner.model.model_spec import ModelSpec
 
 # In a process of its own, whose threads no other test uses. Prints the cores of each thread, this
 # one first, after a sum that torch has computed with two threads, and after each binding; then
@@ -200,9 +201,9 @@ def test_they_are_bound_before_a_stage_loads_and_before_it_is_measured(
     monkeypatch.setattr(cost_measurement, "pin_threads", lambda *what: None)
     make, call = module.make_layer_kernels, calls.append
 
-    def making(choice: BackendChoice, shape: AttentionShape) -> LayerKernels:
+    def making(choice: BackendChoice, shape: AttentionShape, spec: ModelSpec) -> LayerKernels:
         call("kernels")
-        return make(choice, shape)
+        return make(choice, shape, spec)
 
     monkeypatch.setattr(module, "make_layer_kernels", making)
     assignment = tiny_assignment(0, 6, cpu_threads=2, cpu_cores=(4, 5))

@@ -194,3 +194,22 @@ def test_chunks_of_leases_that_come_first_or_cross_a_page_break_the_protocol():
         build_step_inputs([leased(9, 1, 7, 1), local], 4, CPU)
     with pytest.raises(ProtocolError, match="2 rows of a lease from position 7 on"):
         build_step_inputs([local, leased(7, 2, 7, 1)], 4, CPU)
+
+
+@pytest.mark.parametrize("rows_beside", [0, 3])
+def test_a_request_with_too_few_tokens_or_pages_breaks_the_protocol(rows_beside):
+    beside = [MirroredChunk(mirrored_request(rows_beside, [9]), 0, rows_beside, True)]
+    for num_tokens, pages, what in ((6, [1, 2], "7 tokens"), (7, [1], "2 pages"), (7, [], "2")):
+        short = MirroredChunk(mirrored_request(num_tokens, pages, 5), 2, 5, True)
+        with pytest.raises(ProtocolError, match=f"request 5 from position 2 on need {what}"):
+            build_step_inputs([short, *beside[: rows_beside > 0]], 4, CPU)
+    # Drafts count as pages, not as tokens.
+    drafted = MirroredChunk(mirrored_request(5, [1, 2]), 2, 5, True, draft_ids=(8, 9))
+    assert build_step_inputs([drafted], 4, CPU).token_ids.tolist() == [2, 3, 4, 8, 9]
+    short = MirroredChunk(mirrored_request(4, [1, 2], 5), 2, 5, True, draft_ids=(8, 9))
+    with pytest.raises(ProtocolError, match="need 5 tokens, and it has 4"):
+        build_step_inputs([short], 4, CPU)
+    without_page = leased(9, 1, 7, 1)
+    without_page.request.pages.pop()
+    with pytest.raises(ProtocolError, match="need 1 pages, and it has 0"):
+        build_step_inputs([without_page], 4, CPU)

@@ -217,6 +217,21 @@ def test_fa2_prefill_takes_1_to_1000_chunks(
         assert contents.partial_bytes <= workspace_bytes(shape)
 
 
+@pytest.mark.parametrize("rows", [33, 128])
+@all_heads
+@all_pages
+def test_fa2_prefill_splits_the_keys_of_a_short_chunk_within_the_workspace(
+    heads: tuple[int, int], coded: torch.dtype | None, rows: int
+) -> None:
+    """The planner throws where it does not suffice."""
+    shape = shape_of(heads, coded)
+    wrappers = HostWrappers()
+    FlashInferAttention(shape, "fa2", open_parts=wrappers).plan(layout_of([16_384 + rows], [rows]))
+    contents = plan_contents(wrappers.parts.prefill, shape)
+    check_blocks(contents, shape, [16_384 + rows], [rows])
+    assert 0 < contents.partial_bytes <= workspace_bytes(shape)
+
+
 @all_heads
 def test_fa3_prefill_takes_1_to_1000_chunks(heads: tuple[int, int]) -> None:
     shape = shape_of(heads)

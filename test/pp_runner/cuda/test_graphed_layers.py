@@ -7,7 +7,7 @@ import gc
 import weakref
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -20,21 +20,27 @@ from benchmark.gpu.shapes import spec_of
 from sgl_pipeline.pp_runner.attention.attention_backend import SameAttention
 from sgl_pipeline.pp_runner.attention.kv_pool import KvPool
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs, build_step_inputs
+from sgl_pipeline.pp_runner.cuda.captured_step import StepBuffers
+from sgl_pipeline.pp_runner.cuda.gpu_memory import layer_row_bytes
 from sgl_pipeline.pp_runner.cuda.graph_recorder import CudaGraphRecorder, GraphRecorder
 from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     DECODE_ROWS,
     MIXED_ROWS,
     GraphedLayers,
     graph_memory_bytes,
+    graph_rows_of,
     mixed_rows_of,
 )
-from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
+    FlashInferAttention,
+    workspace_bytes,
+)
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import FlashInferKernels
 from sgl_pipeline.pp_runner.layer_kernels.layer_backend import LayerKernels
 from sgl_pipeline.pp_runner.layer_kernels.row_rounding import TorchRowRounding
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
-from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, model_spec
+from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ExpertSpec, model_spec
 from sgl_pipeline.pp_runner.model.native_stage import NativeStageModel
 from sgl_pipeline.pp_runner.step_layers import EagerLayers
 from sgl_pipeline.pp_runner.weights.checkpoint import DummyWeights
@@ -286,10 +292,12 @@ def two_epochs(stage: Stage) -> None:
     stage.step([MirroredChunk(first, 11, 7, True), MirroredChunk(second, 12, 1, True)], 1, layers)
 
 
-def test_the_memory_of_graphs_outlives_the_last_of_them() -> None:
+def test_graphs_of_an_epoch_share_a_pool_which_a_later_one_does_not_use() -> None:
     cuda = EmulatedCuda()
     with cuda.installed():
-        two_epochs(make_stage(is_first=False, cuda=cuda))
+        stage = make_stage(is_first=False, cuda=cuda)
+        two_epochs(stage)
+    assert cuda.num_pools == 2 < len(cuda.graphs)
 
 
 def test_what_is_planned_keeps_no_graph_that_was_dropped() -> None:
@@ -362,6 +370,43 @@ def test_graphs_end_where_kernels_take_longer_than_their_launching(
 ) -> None:
     """As on an H200: 8B gains by a graph of 512 rows, 14B loses by one of 320."""
     assert max(mixed_rows_of(spec_of(model))) == most_rows
+
+
+def with_experts(spec: DecoderSpec, per_token: int, inner: int, shared: int) -> DecoderSpec:
+    experts = ExpertSpec(
+        num_experts=128,
+        experts_per_token=per_token,
+        inner_size=inner,
+        normalized=True,
+        shared_inner_size=shared,
+        layers=frozenset(range(spec.num_layers)),
+    )
+    return replace(spec, experts=experts)
+
+
+def test_graphs_of_experts_end_by_what_a_row_is_multiplied_with() -> None:
+    """Not by all experts, nor by the layers' own MLP, which they replace."""
+    dense = spec_of("Qwen3-8B")
+    size = dense.intermediate_size
+    for per_token, inner, shared in ((1, size, 0), (4, size // 4, 0), (2, size // 4, size // 2)):
+        assert mixed_rows_of(with_experts(dense, per_token, inner, shared)) == mixed_rows_of(dense)
+    assert max(mixed_rows_of(with_experts(dense, 2, size // 4, 0))) == 768
+    assert max(mixed_rows_of(with_experts(dense, 2, size // 4, 4 * size))) < 512
+    assert max(mixed_rows_of(spec_of("Qwen3-30B-A3B"))) == 1536
+
+
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"])
+def test_the_memory_estimate_holds_buffers_outputs_and_wrappers(model: str) -> None:
+    spec = spec_of(model)
+    shape = spec.attention_shapes(16, torch.bfloat16, CPU)[0]
+    rows = (*DECODE_ROWS, *mixed_rows_of(spec))
+    assert graph_rows_of(spec) == rows
+    buffers = StepBuffers.allocate(max(rows), shape, spec.hidden_size, is_first=False)
+    needed = sum(getattr(buffers, field.name).nbytes for field in fields(buffers))
+    needed += sum(torch.empty(count, spec.hidden_size, dtype=shape.dtype).nbytes for count in rows)
+    needed += max(rows) * layer_row_bytes(spec, 2)
+    needed += workspace_bytes(shape) + (len(DECODE_ROWS) + 3) * 8 * 2**20  # one more on a Hopper
+    assert graph_memory_bytes(shape, spec, 0) == needed
 
 
 @pytest.mark.gpu

@@ -289,6 +289,18 @@ def test_the_workspace_holds_the_partial_results_of_a_whole_graph() -> None:
     assert workspace_bytes(attention_shape(4, 4, 64, 16, torch.bfloat16)) == 128 * 2**20
 
 
+@pytest.mark.parametrize("num_multiprocessors", [132, 148, 188], ids=["H200", "B200", "PRO 6000"])
+def test_the_workspace_holds_the_partial_results_of_prefills_whose_keys_are_split(
+    num_multiprocessors: int,
+) -> None:
+    """Two blocks for each multiprocessor, of 128 rows for each query head."""
+    for query_heads, kv_heads, head_dim in ((32, 4, 128), (40, 8, 128), (16, 1, 256)):
+        shape = attention_shape(query_heads, kv_heads, head_dim, 16, torch.bfloat16)
+        num_blocks = 2 * num_multiprocessors // kv_heads
+        assert workspace_bytes(shape) >= query_heads * num_blocks * 128 * (head_dim + 1) * 4
+    assert workspace_bytes(attention_shape(32, 4, 128, 16, torch.bfloat16)) > 128 * 2**20
+
+
 def card() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")

@@ -9,11 +9,14 @@ import pytest
 import torch
 from support.bare_machine import BareMachine
 from support.fake_flashinfer import FakeFlashInferFunctions, Fakes
+from support.paged_attention import attention_shape
 
+from benchmark.gpu.shapes import spec_of
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner import kernel_choice
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.cuda.first_calls import call_layer_kernels, plan_decode_and_prefill
+from sgl_pipeline.pp_runner.cuda.graphed_layers import DECODE_ROWS
 from sgl_pipeline.pp_runner.flashinfer import kernel_builds
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_kernels import (
     FlashInferFunctions,
@@ -244,3 +247,32 @@ def test_a_start_plans_both_wrappers_with_what_they_can_compute() -> None:
     out = fakes.attention.attend(torch.ones(2, 4, 64).bfloat16(), pages[0], pages[1])
     assert torch.equal(out[0, ::2], pages[1, 0, 0])  # one key: attention is its value
     assert torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("query_heads", [8, 40, 48])
+def test_a_start_plans_both_prefill_wrappers_whatever_the_pages_and_heads(
+    page_size: int, query_heads: int
+) -> None:
+    """With more heads than these a tile of each keeps FA3 busy, and FA2 has no step."""
+    shape = attention_shape(query_heads, 8, 64, page_size, torch.bfloat16)
+    fakes = Fakes(shape, has_split=True)
+    plan_decode_and_prefill(fakes.attention, shape)
+    assert {"plan prefill", "plan split"} < {*fakes.recorder.calls}
+
+
+def test_products_are_tried_with_the_rows_that_have_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[int, ...]] = []
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    monkeypatch.setattr(
+        kernel_choice, "FlashInferKernels", lambda *, tried_rows: tried.append(tried_rows)
+    )
+    monkeypatch.setattr(kernel_choice, "call_layer_kernels", lambda *_: None)
+    for model in ("Qwen3-0.6B", "Qwen3-14B"):
+        make_layer_kernels(BackendChoice("flashinfer"), SHAPE, spec_of(model))
+    assert [max(rows) for rows in tried] == [2048, 256]
+    assert tried[1] == (*DECODE_ROWS, 64, 128, 192, 256)
+    make_layer_kernels(BackendChoice("flashinfer"), SHAPE)
+    assert tried[2] == ()

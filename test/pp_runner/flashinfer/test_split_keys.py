@@ -1,6 +1,10 @@
 """Which chunks of prompts FA2 serves on a Hopper, against the times that an H200 took."""
 
 import json
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from support.paged_attention import ChunkExtent, attention_shape, random_problem
 from benchmark.gpu.checks import random_layout
 from benchmark.gpu.shapes import PAGE_SIZE, prefill_step, spec_of
 from benchmark.support.paths import RESULTS
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import open_flashinfer
 from sgl_pipeline.pp_runner.flashinfer.split_keys import split_keys_are_faster
 
 CPU = torch.device("cpu")
@@ -42,6 +47,55 @@ def test_many_prompts_fill_the_card_and_need_no_split() -> None:
     (alone,) = prefill_step(128, 16_384).chunks
     assert split_keys_are_faster(random_layout([alone], PAGE_SIZE, seed=0), shape)
     assert not split_keys_are_faster(random_layout([alone] * 8, PAGE_SIZE, seed=0), shape)
+
+
+def test_a_window_is_a_context_of_the_keys_that_a_tile_sees_through_it() -> None:
+    """Those of 128 rows, each of which sees one more and one fewer than the row before it."""
+    shape = spec_of("Qwen3-8B").attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)[0]
+    long = random_layout(prefill_step(128, 16_384).chunks, PAGE_SIZE, seed=0)
+    found = []
+    for window in range(32, 8192, 32):
+        alone = random_layout(prefill_step(128, window - 1).chunks, PAGE_SIZE, seed=0)
+        found.append(split_keys_are_faster(long, replace(shape, window=window)))
+        assert found[-1] is split_keys_are_faster(alone, shape)
+    assert found == sorted(found) and {*found} == {False, True}
+    for window in (16_384, 2**20):  # longer than the context
+        assert split_keys_are_faster(long, replace(shape, window=window))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "capability", "coded", "backends"),
+    [
+        ("auto", (9, 0), None, ["auto", "fa2"]),
+        ("auto", (8, 9), None, ["auto"]),
+        ("auto", (12, 0), None, ["auto"]),
+        ("auto", (9, 0), torch.float8_e4m3fn, ["auto"]),
+        ("fa2", (9, 0), None, ["fa2"]),
+        ("fa3", (9, 0), None, ["fa3"]),
+    ],
+)
+def test_fa2_is_opened_beside_fa3_where_there_is_a_choice(
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: str,
+    capability: tuple[int, int],
+    coded: torch.dtype | None,
+    backends: list[str],
+) -> None:
+    def open_prefill(workspace: torch.Tensor, layout: str, *, backend: str) -> SimpleNamespace:
+        return SimpleNamespace(workspace=workspace, backend=backend)
+
+    library = SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=open_prefill,
+        BatchDecodeWithPagedKVCacheWrapper=lambda *_, **__: SimpleNamespace(),
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    shape = replace(attention_shape(4, 2, 64, 16, torch.bfloat16), coded_dtype=coded)
+    parts = open_flashinfer(shape, kernels)
+    opened: list[Any] = [parts.prefill, *([parts.split_prefill] if parts.split_prefill else [])]
+    assert [wrapper.backend for wrapper in opened] == backends
+    assert len({id(wrapper.workspace) for wrapper in opened}) == 1
 
 
 def test_a_step_runs_the_kernels_that_it_was_planned_with() -> None:

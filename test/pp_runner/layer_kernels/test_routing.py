@@ -1,5 +1,6 @@
 """All leaves' routers against fp64, and rows that are independent."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -19,10 +20,23 @@ every_leaf = pytest.mark.parametrize(
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
+class RouterCase(NamedTuple):
+    weight: torch.Tensor
+    x: torch.Tensor
+
+
 class Rule(NamedTuple):
     num_experts: int
     experts_per_token: int
     normalized: bool
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 def kernels_of(leaf: str) -> LayerKernels:
@@ -109,3 +123,49 @@ def test_rows_that_are_no_numbers_go_to_different_experts(leaf: str) -> None:
     for row in routing.experts.tolist():
         assert len(set(row)) == 3 and set(row) <= set(range(8))
     assert routing.weights.isnan().all(dim=1).tolist() == [True, False, True, True, True]
+
+
+def without_a_number(num_rows: int, num_experts: int, row: int, expert: int) -> RouterCase:
+    """In one row the logit of one expert is a product of zero and infinity."""
+    weight, x = random(4, num_experts, 40), random(5, num_rows, 40)
+    weight[:, 0], x[:, 0] = 0, -1
+    weight[expert, 0], x[row, 0] = torch.inf, 0
+    return RouterCase(weight, x)
+
+
+@every_leaf
+@pytest.mark.parametrize("expert", [1, 5, 12])
+@pytest.mark.parametrize("row", [0, 2, 4])
+def test_one_logit_that_is_no_number_spoils_its_row_alone(leaf: str, row: int, expert: int) -> None:
+    case = without_a_number(6, 13, row, expert)
+    logits = case.x @ case.weight.T
+    assert logits.isnan().nonzero().tolist() == [[row, expert]]
+    routing = kernels_of(leaf).router(Rule(13, 4, False), case.weight, None)(case.x)
+    assert routing.weights.isnan().all(dim=1).nonzero().tolist() == [[row]]
+    assert routing.weights.isnan().any(dim=1).nonzero().tolist() == [[row]]
+    for chosen in routing.experts.tolist():
+        assert len(set(chosen)) == 4 and set(chosen) <= set(range(13))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+def test_of_equal_experts_the_first_are_chosen(instructions: str) -> None:
+    weight = torch.zeros(20, 16)
+    weight[[3, 9, 17]] = 1.0
+    weight[[6, 14]] = 2.0
+    x = torch.ones(5, 16)  # a group of four rows, and a lone one
+    router = kernels_of(instructions).router(Rule(20, 8, True), weight, None)
+    assert router(x).experts.tolist() == 5 * [[6, 14, 3, 9, 17, 0, 1, 2]]
+    assert router(-x).experts.tolist() == 5 * [[0, 1, 2, 4, 5, 7, 8, 10]]
+
+
+@every_leaf
+@pytest.mark.parametrize("num_rows", [5, 8, 23])
+def test_threads_share_the_rows(leaf: str, num_rows: int, two_threads: None) -> None:
+    """In groups of four, of which the last may have fewer."""
+    weight, x = random(6, 33, 200), random(7, num_rows, 200)
+    router = kernels_of(leaf).router(Rule(32, 4, True), weight, None)
+    shared = router(x)
+    torch.set_num_threads(1)
+    for found, expected in zip(shared, router(x), strict=True):
+        assert torch.equal(found, expected)
