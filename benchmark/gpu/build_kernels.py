@@ -6,7 +6,7 @@
 Compiler, headers and FlashInfer come from pip's wheels (requirements/check-cuda.txt). The result,
 `site.tar.xz`, is for a machine without network: unpack it, put the folder on PYTHONPATH and set
 FLASHINFER_DISABLE_JIT=1 and FLASHINFER_USE_CUDA_NORM=1. An interrupted build goes on where it was.
-As many files are compiled at once as MAX_JOBS says. The kernels have not run on a card here.
+As many files are compiled at once as MAX_JOBS says. A pack for sm_90a has run on an H200.
 """
 
 import argparse

@@ -3,13 +3,12 @@
     python -m benchmark.gpu.pack_vllm         # writes .gpu/vllm.tar.xz, 17 MiB
 
 Downloads vLLM's wheel (240 MB) and the packages of vllm_requirements.txt. Of the wheel it keeps the
-Python, the general operators and FA3, without kernels for other cards and of FA3
-those for head_dim 128 in bf16 alone; experts, quantized weights, the server and grammars are left
+Python, the general operators and FA3, without kernels for other cards, and of FA3 only
+those for head_dim 128 in bf16; experts, quantized weights, the server and grammars are left
 out, and small modules stand for the packages that are imported for them. Ten minutes of one core.
 A kernel that is left out is zeros in its library: see `fat_binaries.py`.
 """
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from benchmark.gpu import fat_binaries
 from benchmark.gpu.kernel_wheels import ROOT, download_for_python, install_pins_for_python
-from benchmark.gpu.pack_vllm_attention import VERSION
+from benchmark.gpu.pack_vllm_attention import VERSION, parse_arguments
 from sgl_pipeline.errors import ConfigurationError
 
 ARCHIVE = ROOT / ".gpu" / "vllm.tar.xz"
@@ -57,13 +56,7 @@ def __getattr__(name):
 
 def main() -> None:
     """Exits with 1 and one message when a package cannot be had, or the wheel lacks a library."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--python", default="3.12", help="version of the machine's Python")
-    parser.add_argument("--archive", type=Path, default=ARCHIVE, help="the pack")
-    arguments = parser.parse_args()
-    arguments.archive.parent.mkdir(parents=True, exist_ok=True)
+    arguments = parse_arguments(__doc__, ARCHIVE)
     try:
         with tempfile.TemporaryDirectory(dir=arguments.archive.parent) as directory:
             wheels, site = Path(directory, "wheels"), Path(directory, "site")

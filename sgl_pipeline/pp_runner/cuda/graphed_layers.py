@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Filling up costs little: a step of this few rows takes as long as reading the weights.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_GRAPH_DECODES)
-# Steps with prefill, as far as `mixed_rows` allows.
+# Steps with prefill, as far as `mixed_rows_of` the model reaches.
 MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
 # Of a layer's products. With more of them its kernels take longer than launching them: on an H200's
 # host 0.35 ms, as 1,024 rows of Qwen3-0.6B without a graph show, in which the card does this much

@@ -12,7 +12,8 @@ from benchmark.gpu import vllm_beside
 from benchmark.gpu.script import PlanWriter, Script
 from benchmark.gpu.session import Budget, Session
 from benchmark.gpu.shapes import PAGE_SIZE
-from benchmark.gpu.vllm_beside import Answer, Measurement, prompts_of, run_burst, text_of
+from benchmark.gpu.vllm_beside import Measurement, prompts_of, run_burst, text_of
+from benchmark.gpu.vllm_engine import EXECUTIONS, Answer, engine_options
 
 SCRIPT = Script(num_requests=10, prompt_tokens=40, num_rounds=6)
 VOCABULARY = 151_936
@@ -114,9 +115,9 @@ def test_no_prompt_of_a_round_begins_like_one_of_another() -> None:
     assert len(set(begins)) == 12 * script.num_requests
 
 
-@pytest.mark.parametrize("execution", vllm_beside.EXECUTIONS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_a_request_fits_the_engine_and_every_decode_has_its_graph(execution: str) -> None:
-    options, script = vllm_beside.engine_options(execution, "folder"), Script()
+    options, script = engine_options(execution, "folder"), Script()
     assert script.tokens_a_request + 1 <= options["max_model_len"]
     # What is left of prompts after their hits is one step, so that all begin to decode together.
     rest = script.prompt_tokens - (script.prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE
