@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def parse_arguments(description: str | None, archive: Path) -> argparse.Namespace:
-    """The arguments of a command that packs, to `archive` by default; makes the folder of the pack."""
+    """The arguments of a command that packs, to `archive` by default; makes its folder."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
