@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_GRAPH_DECODES)
 # Steps with prefill, as far as `mixed_rows_of` the model reaches.
 MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
-# Of a layer's products. With more of them its kernels take longer than launching them: on an H200's
-# host 0.35 ms, as 1,024 rows of Qwen3-0.6B without a graph show, in which the card does this much
-# (benchmark/results/2026-11-27_1954_2_gpu.md).
-_LAUNCHED_FLOPS = 2e11
+# Of a layer's products. With more of them its kernels take longer than launching them: 0.34 to 0.65
+# ms on the hosts of two H200s (steps of Qwen3-0.6B without graphs in 2026-11-27_1954_2_gpu.md and
+# 2026-11-27_2305_gpu.md of benchmark/results), and the card does this much in 0.5.
+_LAUNCHED_FLOPS = 3e11
 # Page references of a decode graph, for each page of the pool: requests share pages.
 _REFERENCES_PER_PAGE = 4
 # For `graph_memory_bytes`. A wrapper's buffer of indices is what FlashInfer allocates.
@@ -215,8 +215,7 @@ def mixed_rows_of(spec: DecoderSpec) -> tuple[int, ...]:
     """The numbers of rows of steps with prefill that gain by a graph, ascending; at least one.
 
     Where kernels take longer than their launching, rows that fill a step up cost more than a graph
-    saves. Quantization is not looked at: products in FP8 are faster, and more rows might gain. Not
-    run on hardware with more than 512 rows.
+    saves. Quantization is not looked at: products in FP8 are faster, and more rows might gain.
     """
     heads = 2 * spec.num_query_heads + 2 * spec.num_kv_heads
     if spec.experts is None:

@@ -363,12 +363,13 @@ def test_the_memory_estimate_grows_with_the_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "most_rows"), [("Qwen3-0.6B", 2048), ("Qwen3-8B", 512), ("Qwen3-14B", 256)]
+    ("model", "most_rows"), [("Qwen3-0.6B", 2048), ("Qwen3-8B", 768), ("Qwen3-14B", 448)]
 )
 def test_graphs_end_where_kernels_take_longer_than_their_launching(
     model: str, most_rows: int
 ) -> None:
-    """As on an H200: 8B gains by a graph of 512 rows, 14B loses by one of 320."""
+    """As on two H200s: without a graph 1,024 rows of 8B took 26.9 and 33.8 ms, their kernels 22.2;
+    288 rows of 14B 19.8 to 26.3 ms, their kernels 15.7."""
     assert max(mixed_rows_of(spec_of(model))) == most_rows
 
 
@@ -390,9 +391,9 @@ def test_graphs_of_experts_end_by_what_a_row_is_multiplied_with() -> None:
     size = dense.intermediate_size
     for per_token, inner, shared in ((1, size, 0), (4, size // 4, 0), (2, size // 4, size // 2)):
         assert mixed_rows_of(with_experts(dense, per_token, inner, shared)) == mixed_rows_of(dense)
-    assert max(mixed_rows_of(with_experts(dense, 2, size // 4, 0))) == 768
+    assert max(mixed_rows_of(with_experts(dense, 2, size // 4, 0))) == 1024
     assert max(mixed_rows_of(with_experts(dense, 2, size // 4, 4 * size))) < 512
-    assert max(mixed_rows_of(spec_of("Qwen3-30B-A3B"))) == 1536
+    assert max(mixed_rows_of(spec_of("Qwen3-30B-A3B"))) == 2048
 
 
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"])
