@@ -5,11 +5,11 @@
     python -m benchmark.serving.policies --policies throttle,throttle-time --loads offline
 
 Run by hand on a quiet machine; on two cores with AMX a round of all policies and loads takes some
-12 minutes, without AVX-512 and with `--model 0.07b` 25. One server of ours serves them all and learns first what its steps take, which all policies
-then find known; its policy is changed while nothing runs. The policies take turns at each load, in
-an order that turns around from round to round (A B, B A), so that runs that are compared lie
-seconds apart. Prefix caches are off. Rounds may be measured by several commands: `--first-round`
-says which way the first one goes.
+12 minutes, without AVX-512 and with `--model 0.07b` 25. One server of ours serves them all and
+learns first what its steps take, which all policies then find known; its policy is changed while
+nothing runs. The policies take turns at each load, in an order that turns around from round to
+round (A B, B A), so that runs that are compared lie seconds apart. Prefix caches are off. Rounds
+may be measured by several commands: `--first-round` says which way the first one goes.
 """
 
 import sys
