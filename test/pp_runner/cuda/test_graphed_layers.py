@@ -300,6 +300,18 @@ def test_graphs_of_an_epoch_share_a_pool_which_a_later_one_does_not_use() -> Non
     assert cuda.num_pools == 2 < len(cuda.graphs)
 
 
+def test_a_stage_that_goes_drops_its_graphs_before_their_pool() -> None:
+    """The emulation tells a pool that ends first."""
+    cuda = EmulatedCuda()
+    with cuda.installed():
+        stage = make_stage(is_first=False, cuda=cuda)
+        stage.record_all()
+        is_kept = weakref.ref(stage.recorder)
+        del stage
+        gc.collect()
+        assert is_kept() is None
+
+
 def test_what_is_planned_keeps_no_graph_that_was_dropped() -> None:
     """It would keep the pages of a layer that has left."""
     stage = make_stage()
