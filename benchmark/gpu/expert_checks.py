@@ -35,7 +35,7 @@ def check_experts(spec: DecoderSpec, name: str, device: torch.device) -> Check:
     gate = stacked.weight(spec.names.router, (experts.num_experts, spec.hidden_size))
     router, sizes = TorchRouter(experts, gate), (spec.names, spec.hidden_size, experts)
     found, expected = (
-        SparseMlp(experts, router, kind.load(tensors, *sizes), None)
+        SparseMlp(router, kind.load(tensors, *sizes), None)
         for kind, tensors in ((StackedExperts, stacked), (SeparateExperts, separate))
     )
     generator = torch.Generator().manual_seed(0)

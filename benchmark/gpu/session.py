@@ -111,6 +111,7 @@ class Session:
         """Names what is not measured."""
         print(f"    not measured: {what} ({why})", flush=True)
         self.not_measured.append(NotMeasured(self.part, what, why))
+        self.save(self)
 
     def say(self, line: str) -> None:
         """Progress within a piece."""

@@ -1,6 +1,6 @@
 """vLLM's engine in this process, as `vllm_beside.py` runs it.
 
-vLLM comes as a pack on PYTHONPATH (`pack_vllm.py`). Untested on hardware.
+vLLM comes as a pack on PYTHONPATH (`pack_vllm.py`). It has run on an H200.
 """
 
 import importlib

@@ -171,6 +171,11 @@ def test_every_call_of_the_constructors_binds(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(**wrappers))
     for prefill_kernels in ("auto", "fa2", "fa3"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(multi_processor_count=78),
+        )
         shape = attention_shape(4, 2, 64, 16, torch.bfloat16)
         parts = open_flashinfer(shape, prefill_kernels)
         parts.open_graph_decode(2, torch.zeros(9, dtype=torch.int32))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -100,11 +101,15 @@ def planners(*names: str) -> Iterator[None]:
     def hopper(device: torch.device) -> tuple[int, int]:
         return 9, 0
 
+    def h200(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=132)
+
     with (
         mock.patch.object(flashinfer.jit.env, "FLASHINFER_AOT_DIR", planner_folder()),
         mock.patch.dict(os.environ, FLASHINFER_DISABLE_JIT="1"),
         mock.patch("torch.empty", empty_unpinned),
         mock.patch("torch.cuda.get_device_capability", hopper),
+        mock.patch("torch.cuda.get_device_properties", h200),
         mock.patch("flashinfer.utils.is_sm90a_supported", lambda device: True),
         mock.patch("flashinfer.utils.get_compute_capability", hopper),
         mock.patch("flashinfer.decode.get_compute_capability", hopper),

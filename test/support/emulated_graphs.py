@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,7 +112,8 @@ class EmulatedCuda(EmulatedRecorder):
     internal error of torch's allocators (`createOrIncrefPool` and `releasePool` of
     CUDACachingAllocator.cpp, and of CachingHostAllocator.h, as a card has shown). The end of a
     `MemPool` before that of its graphs is another, of its destructor, and is found where
-    `installed` ends.
+    `installed` ends. An end is that of an array which a stand-in holds: Python lets go of cycles of
+    its own objects as if they all ended first, and an array is none of those.
     """
 
     def __init__(self) -> None:
@@ -174,7 +176,8 @@ def _release(uses: dict[PoolId, int], pool: PoolId) -> None:
 class _MemPool:
     def __init__(self, cuda: EmulatedCuda) -> None:
         self.id = cuda.new_pool()
-        cuda.use_pool(self.id, self)
+        self._end = np.empty(0)
+        cuda.use_pool(self.id, self._end)
 
 
 class _CudaGraph:
@@ -182,11 +185,12 @@ class _CudaGraph:
 
     def __init__(self, cuda: EmulatedCuda) -> None:
         self._cuda = cuda
+        self._end = np.empty(0)
         self._graph: EmulatedGraph | None = None
 
     def capture_begin(self, pool: PoolId, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
-        self._cuda.record_into(pool, self)
+        self._cuda.record_into(pool, self._end)
         self._cuda.begin()
 
     def capture_end(self) -> None:

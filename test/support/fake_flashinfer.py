@@ -14,7 +14,7 @@ from support.flashinfer_arithmetic import Pages
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import FlashInferAttention
-from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import FlashInferParts
+from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import FlashInferParts, SplitPrefill
 
 DataType = torch.dtype | str
 
@@ -184,7 +184,11 @@ class FakeGraphDecodeWrapper(FakeDecodeWrapper):
 
 
 class Fakes:
-    """A FlashInferAttention on stand-ins, which stay in reach."""
+    """A FlashInferAttention on stand-ins, which stay in reach.
+
+    Args:
+        has_split: as on a Hopper, with the multiprocessors of an H200.
+    """
 
     def __init__(
         self,
@@ -203,7 +207,11 @@ class Fakes:
 
     def open(self, shape: AttentionShape, prefill_kernels: str) -> FlashInferParts:
         return FlashInferParts(
-            self.prefill, self.decode, lambda: self.recorder, self.open_graph_decode, self.split
+            self.prefill,
+            self.decode,
+            lambda: self.recorder,
+            self.open_graph_decode,
+            self.split and SplitPrefill(self.split, 132),
         )
 
     def open_graph_decode(self, num_rows: int, indices: torch.Tensor) -> FakeGraphDecodeWrapper:

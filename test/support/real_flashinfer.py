@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +94,11 @@ def emulated_card(capability: tuple[int, int] = HOPPER) -> Iterator[EmulatedCard
         patch.setattr(torch, "empty", empty_without_pinning)
         patch.setattr(torch.cuda, "Event", Recorder)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        patch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(multi_processor_count=132),
+        )
         for module in (utils, decode):
             patch.setattr(module, "get_compute_capability", lambda device: capability)
         patch.setattr(utils, "is_sm90a_supported", lambda device: capability[0] == 9)

@@ -16,8 +16,9 @@ CONTEXT_BYTES = 512 * 2**20
 _COMMUNICATOR_BYTES = 256 * 2**20
 # The largest step: prompt tokens by the default of --chunked-prefill-size, and decodes by that of
 # --max-running-requests. More of either uses memory that --mem-fraction-static leaves free.
+CHUNK_ROWS = 2048
 _STEP_DECODES = 256
-_STEP_ROWS = 2048 + _STEP_DECODES
+_STEP_ROWS = CHUNK_ROWS + _STEP_DECODES
 _FP32_BYTES = 4
 # Of a product with quantized weights (`layer_kernels/gpu_quantized.py`), beside its row and its
 # result: codes; and sums of int8 as integers and in fp32.

@@ -1,7 +1,7 @@
 """Records the kernels that a piece of code launches, to launch them all at once later.
 
-The only file that touches CUDA graphs; tests put an emulation in its place. It has run on an H200,
-except the second pool that a later epoch begins.
+The only file that touches CUDA graphs; tests put an emulation in its place. It has run on H200s,
+except that graphs hold their pool.
 """
 
 import weakref
@@ -35,6 +35,32 @@ class GraphRecorder(Protocol):
         """Ends the recording; returns the graph of the launches since `begin`."""
 
 
+class _PooledGraph:
+    """A graph that holds the pool of its memory, which must not go before it: whoever else lets go
+    of the pool, and whenever."""
+
+    def __init__(self, memory: torch.cuda.MemPool) -> None:
+        self._memory = memory
+        self._graph = torch.cuda.CUDAGraph()
+
+    def __del__(self) -> None:
+        # Python itself drops the attributes in an order that nothing promises.
+        del self._graph
+        del self._memory
+
+    def begin(self) -> None:
+        self._graph.capture_begin(
+            pool=self._memory.id,  # type: ignore[arg-type]  # torch's stubs have a NewType of it
+            capture_error_mode="thread_local",
+        )
+
+    def end(self) -> None:
+        self._graph.capture_end()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
 class CudaGraphRecorder:
     """The recorder of a GPU.
 
@@ -48,8 +74,8 @@ class CudaGraphRecorder:
         self._device = device
         self._memory: torch.cuda.MemPool | None = None
         self._stream = torch.cuda.Stream(device)
-        self._recording: torch.cuda.CUDAGraph | None = None
-        self._alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._recording: _PooledGraph | None = None
+        self._alive: weakref.WeakSet[_PooledGraph] = weakref.WeakSet()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -60,18 +86,14 @@ class CudaGraphRecorder:
 
     def begin(self) -> None:
         assert self._recording is None, "a recording within a recording"
-        # A pool must not go before the last of its graphs.
         if self._memory is None or not self._alive:
             self._memory = torch.cuda.MemPool()
-        self._recording = torch.cuda.CUDAGraph()
+        self._recording = _PooledGraph(self._memory)
         self._alive.add(self._recording)
-        self._recording.capture_begin(
-            pool=self._memory.id,  # type: ignore[arg-type]  # torch's stubs have a NewType of it
-            capture_error_mode="thread_local",
-        )
+        self._recording.begin()
 
     def end(self) -> Graph:
         assert self._recording is not None, "end without begin"
         graph, self._recording = self._recording, None
-        graph.capture_end()
+        graph.end()
         return graph

@@ -26,7 +26,7 @@ from sgl_pipeline.pp_runner.cuda.captured_step import (
     capture_cut,
     capture_whole,
 )
-from sgl_pipeline.pp_runner.cuda.gpu_memory import layer_row_bytes
+from sgl_pipeline.pp_runner.cuda.gpu_memory import CHUNK_ROWS, layer_row_bytes
 from sgl_pipeline.pp_runner.cuda.graph_recorder import GraphRecorder
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
     MAX_GRAPH_DECODES,
@@ -41,8 +41,12 @@ logger = logging.getLogger(__name__)
 
 # Filling up costs little: a step of this few rows takes as long as reading the weights.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, MAX_GRAPH_DECODES)
-# Steps with prefill, as far as `mixed_rows_of` the model reaches.
-MIXED_ROWS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048)
+# Steps with prefill, as far as `mixed_rows_of` the model reaches: of prompts whose last chunk is
+# short, and of whole chunks, alone and beside decodes.
+MIXED_ROWS = (
+    *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536),
+    *(CHUNK_ROWS, CHUNK_ROWS + 128, CHUNK_ROWS + MAX_GRAPH_DECODES),
+)
 # Of a layer's products. With more of them its kernels take longer than launching them: 0.34 to 0.65
 # ms on the hosts of two H200s (steps of Qwen3-0.6B without graphs in 2026-11-27_1954_2_gpu.md and
 # 2026-11-27_2305_gpu.md of benchmark/results), and the card does this much in 0.5.

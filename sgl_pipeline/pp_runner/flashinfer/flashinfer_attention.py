@@ -15,6 +15,7 @@ from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import (
     FlashInferParts,
+    SplitPrefill,
     Wrapper,
     plan_decodes,
     window_left,
@@ -73,10 +74,13 @@ def open_flashinfer(
     def open_prefill(kernels: str) -> Wrapper:
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
 
-    chooses = prefill_kernels == "auto" and is_hopper and shape.coded_dtype is None
+    split_prefill = None
+    if prefill_kernels == "auto" and is_hopper and shape.coded_dtype is None:
+        card = torch.cuda.get_device_properties(shape.device)
+        split_prefill = SplitPrefill(open_prefill("fa2"), card.multi_processor_count)
     return FlashInferParts(
         prefill=open_prefill(prefill_kernels),
-        split_prefill=open_prefill("fa2") if chooses else None,
+        split_prefill=split_prefill,
         decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=use_tensor_cores
         ),
@@ -233,10 +237,10 @@ class FlashInferAttention:
             self._prefill.run(query[decodes:], pages, out=out[decodes:])
 
     def _plan_prefills(self, layout: PagedLayout, page_indices: torch.Tensor) -> None:
-        decodes, shape, split_prefill = layout.num_decodes, self._shape, self._parts.split_prefill
+        decodes, shape, split = layout.num_decodes, self._shape, self._parts.split_prefill
         self._prefill = self._parts.prefill
-        if split_prefill is not None and split_keys_are_faster(layout, shape):
-            self._prefill = split_prefill
+        if split is not None and split_keys_are_faster(layout, shape, split.num_multiprocessors):
+            self._prefill = split.wrapper
         self._prefill.plan(
             layout.query_indptr[decodes:] - decodes,
             layout.page_indptr[decodes:] - layout.page_indptr[decodes],

@@ -40,19 +40,27 @@ class Event(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SplitPrefill:
+    """FA2's prefill kernels beside FA3's, and what a choice between them depends on."""
+
+    wrapper: Wrapper
+    num_multiprocessors: int  # of the card
+
+
+@dataclass(frozen=True, slots=True)
 class FlashInferParts:
     """The objects that use the GPU; tests replace them by recorders.
 
-    `split_prefill` has FA2's kernels beside FA3's in `prefill`; None where there are no two to
-    choose from. `open_graph_decode(rows, indices)` returns a decode wrapper for CUDA graphs of
-    `rows` rows, which keeps page indices in `indices` (int32, on the device).
+    `split_prefill` is None where there are no two kinds of prefill kernels to choose from.
+    `open_graph_decode(rows, indices)` returns a decode wrapper for CUDA graphs of `rows` rows,
+    which keeps page indices in `indices` (int32, on the device).
     """
 
     prefill: Wrapper
     decode: Wrapper
     open_event: Callable[[], Event]
     open_graph_decode: Callable[[int, torch.Tensor], Wrapper]
-    split_prefill: Wrapper | None = None
+    split_prefill: SplitPrefill | None = None
 
 
 def plan_decodes(

@@ -29,11 +29,17 @@ from sgl_pipeline.pp_runner.weights.quantized_weights import join, part_of
 class Experts(Protocol):
     """All experts of a layer."""
 
-    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Returns [T * K, H] for `rows` [T * K, H], sorted by expert.
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Returns [T, K, H]: what the `experts` [T, K] of each row of `x` [T, H] make of it, in
+        their order."""
 
-        Rows of expert e end before `ends[e]` ([E], int32, ascending).
-        """
+
+class OfGroups(Protocol):
+    """The experts of a layer, with the rows of each together."""
+
+    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Returns [T * K, H], what its expert makes of each of `rows` [T * K, H], which are sorted
+        by expert: those of expert e end before `ends[e]` ([E], int32, ascending)."""
 
 
 class SeparateExperts:
@@ -59,18 +65,21 @@ class SeparateExperts:
             ]
         )
 
-    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """See `Experts`. A row alone has the bits that it has in a group, and nothing is sorted for
+        it: that takes longer than a small expert."""
+        if len(x) == 1:
+            return torch.cat([self._mlps[expert](x) for expert in experts[0].tolist()])[None]
+        return _in_groups(x, experts, len(self._mlps), self.of_groups)
+
+    def of_groups(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """See `OfGroups`."""
         outputs, start = [], 0
         for mlp, end in zip(self._mlps, ends.tolist(), strict=True):
             if start < end:
                 outputs.append(mlp(rows[start:end]))
             start = end
         return torch.cat(outputs)
-
-    def of_row(self, row: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Returns [1, K, H] for `row` [1, H], with the bits of groups: the results of its `experts`
-        [1, K], in their order. Nothing is to be sorted, which takes longer than a small expert."""
-        return torch.cat([self._mlps[expert](row) for expert in experts[0].tolist()])[None]
 
 
 def groups_stay_on_device(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -132,7 +141,12 @@ class StackedExperts:
         gate_up, down = stacks
         return cls(gate_up, down, tensors.kernels)
 
-    def __call__(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """See `Experts`."""
+        return _in_groups(x, experts, len(self._gate_up), self.of_groups)
+
+    def of_groups(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """See `OfGroups`."""
         inner = self._kernels.gate(F.grouped_mm(rows, self._gate_up, offs=ends))
         return F.grouped_mm(inner, self._down, offs=ends)
 
@@ -146,10 +160,7 @@ def experts_of(device: torch.device) -> type[SeparateExperts | StackedExperts]:
 class SparseMlp:
     """Router, experts and the shared expert, if there is one, as one `Mlp`."""
 
-    def __init__(
-        self, spec: ExpertSpec, router: Router, experts: Experts, shared_expert: GatedMlp | None
-    ) -> None:
-        self._spec = spec
+    def __init__(self, router: Router, experts: Experts, shared_expert: GatedMlp | None) -> None:
         self._router = router
         self._experts = experts
         self._shared_expert = shared_expert
@@ -167,7 +178,6 @@ class SparseMlp:
             )
         experts = experts_of(gates[0].device)
         return cls(
-            spec,
             tensors.kernels.router(spec, torch.cat(gates), _router_bias(tensors, names, spec)),
             experts.load(tensors, names, hidden_size, spec),
             shared_expert,
@@ -182,20 +192,20 @@ class SparseMlp:
 
     def _mix(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The weighted sum [T, H], in fp32, of the results of each row's experts."""
-        if len(x) == 1 and isinstance(self._experts, SeparateExperts):
-            by_row = self._experts.of_row(x, routing.experts)
-        else:
-            by_row = self._in_groups(x, routing.experts)
+        by_row = self._experts(x, routing.experts)
         return (by_row * routing.weights[..., None]).sum(dim=1)
 
-    def _in_groups(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The results [T, K, H] of each row's `experts` [T, K], in their order."""
-        per_row = self._spec.experts_per_token
-        by_expert, order = experts.flatten().sort(stable=True)
-        all_experts = torch.arange(self._spec.num_experts, device=x.device)
-        ends = torch.searchsorted(by_expert, all_experts, right=True, out_int32=True)
-        outputs = self._experts(x[order // per_row], ends)
-        return outputs[order.argsort()].unflatten(0, (-1, per_row))
+
+def _in_groups(
+    x: torch.Tensor, experts: torch.Tensor, num_experts: int, of_groups: OfGroups
+) -> torch.Tensor:
+    """See `Experts`, by `of_groups` of `num_experts` experts."""
+    per_row = experts.shape[1]
+    by_expert, order = experts.flatten().sort(stable=True)
+    all_experts = torch.arange(num_experts, device=x.device)
+    ends = torch.searchsorted(by_expert, all_experts, right=True, out_int32=True)
+    outputs = of_groups(x[order // per_row], ends)
+    return outputs[order.argsort()].unflatten(0, (-1, per_row))
 
 
 def _router_bias(

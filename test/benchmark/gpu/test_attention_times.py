@@ -66,6 +66,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("FLASHINFER_USE_CUDA_NORM", "1")
     monkeypatch.setattr("torch.cuda.Event", Recorder)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=132),
+    )
     return options
 
 

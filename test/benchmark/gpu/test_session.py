@@ -90,6 +90,15 @@ def test_everything_is_saved_as_soon_as_it_is_there() -> None:
     assert saved == [(1, 0), (1, 1), (1, 1)]
 
 
+def test_what_there_was_no_time_for_is_saved_though_nothing_comes_after_it() -> None:
+    session = session_of(10.0, Clock())
+    saved: list[list[str]] = []
+    session.save = lambda one: saved.append([missed.what for missed in one.not_measured])
+    assert not session.attempt("long", lambda: None, guess_s=60)
+    session.skip("what needs it", "it is missing")
+    assert saved == [["long"], ["long", "what needs it"]]
+
+
 def test_a_failed_check_makes_a_run_unsound() -> None:
     session = session_of(100.0, Clock())
     session.book_checks(Check("fine", 0.0, 0.1))

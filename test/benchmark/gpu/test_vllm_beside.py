@@ -12,7 +12,13 @@ from benchmark.gpu import vllm_beside
 from benchmark.gpu.script import PlanWriter, Script
 from benchmark.gpu.session import Budget, Session
 from benchmark.gpu.shapes import PAGE_SIZE
-from benchmark.gpu.vllm_beside import Measurement, prompts_of, run_burst, text_of
+from benchmark.gpu.vllm_beside import (
+    Measurement,
+    measure_loads,
+    prompts_of,
+    run_burst,
+    text_of,
+)
 from benchmark.gpu.vllm_engine import EXECUTIONS, Answer, engine_options
 
 SCRIPT = Script(num_requests=10, prompt_tokens=40, num_rounds=6)
@@ -52,8 +58,8 @@ class EmulatedEngine:
         return bool(self._left)
 
 
-def measurement(engine: EmulatedEngine) -> Measurement:
-    session = Session(torch.device("cpu"), ["tiny"], (), (), Budget(100.0, engine.clock))
+def measurement(engine: EmulatedEngine, seconds: float = 1000.0) -> Measurement:
+    session = Session(torch.device("cpu"), ["tiny"], (), (), Budget(seconds, engine.clock))
     return Measurement(session, engine, SCRIPT, VOCABULARY, repeats=3, clock=engine.clock)
 
 
@@ -76,6 +82,24 @@ def test_a_round_is_free_of_what_one_token_takes(num_requests: int) -> None:
     assert row["tokens_per_s"] == pytest.approx(num_requests / ROUND_S)
     assert len(row["bursts"]) == 6 and len(row["bursts"][-1]["ends_s"]) == 1 + SCRIPT.num_rounds
     assert f"| {num_requests} decode" in text_of(loads.session)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "not_measured"),
+    [
+        (1000.0, []),
+        (14.0, ["prefill", "decodes of 256", "decodes of 64", "decodes of 1"]),
+        (40.0, ["decodes of 256", "decodes of 64", "decodes of 1"]),  # which the prefill takes
+    ],
+)
+def test_every_load_is_measured_or_named(seconds: float, not_measured: list[str]) -> None:
+    loads = measurement(EmulatedEngine(), seconds)
+    saved: list[str] = []
+    loads.session.save = lambda session: saved.append(text_of(session))
+    measure_loads(loads)
+    assert [missed.what for missed in loads.session.not_measured] == not_measured
+    assert len(loads.session.table("loads")) == 4 - len(not_measured)
+    assert all(f"Not measured: {what} (" in saved[-1] for what in not_measured)
 
 
 def test_decodes_whose_prompts_left_the_cache_are_no_result() -> None:

@@ -300,6 +300,18 @@ def test_graphs_of_an_epoch_share_a_pool_which_a_later_one_does_not_use() -> Non
     assert cuda.num_pools == 2 < len(cuda.graphs)
 
 
+def test_a_stage_that_goes_drops_its_graphs_before_their_pool() -> None:
+    """The emulation tells a pool that ends first."""
+    cuda = EmulatedCuda()
+    with cuda.installed():
+        stage = make_stage(is_first=False, cuda=cuda)
+        stage.record_all()
+        is_kept = weakref.ref(stage.recorder)
+        del stage
+        gc.collect()
+        assert is_kept() is None
+
+
 def test_what_is_planned_keeps_no_graph_that_was_dropped() -> None:
     """It would keep the pages of a layer that has left."""
     stage = make_stage()
@@ -363,7 +375,7 @@ def test_the_memory_estimate_grows_with_the_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "most_rows"), [("Qwen3-0.6B", 2048), ("Qwen3-8B", 768), ("Qwen3-14B", 448)]
+    ("model", "most_rows"), [("Qwen3-0.6B", 2304), ("Qwen3-8B", 768), ("Qwen3-14B", 448)]
 )
 def test_graphs_end_where_kernels_take_longer_than_their_launching(
     model: str, most_rows: int
@@ -371,6 +383,14 @@ def test_graphs_end_where_kernels_take_longer_than_their_launching(
     """As on two H200s: without a graph 1,024 rows of 8B took 26.9 and 33.8 ms, their kernels 22.2;
     288 rows of 14B 19.8 to 26.3 ms, their kernels 15.7."""
     assert max(mixed_rows_of(spec_of(model))) == most_rows
+
+
+@pytest.mark.parametrize("num_decodes", [1, 64, 128, 129, 256])
+def test_a_whole_chunk_beside_decodes_has_a_graph_and_is_hardly_filled_up(num_decodes: int) -> None:
+    """With the defaults of --chunked-prefill-size and --max-running-requests."""
+    num_rows = 2048 + num_decodes
+    enough = [rows for rows in mixed_rows_of(spec_of("Qwen3-0.6B")) if rows >= num_rows]
+    assert enough[0] < 1.07 * num_rows
 
 
 def with_experts(spec: DecoderSpec, per_token: int, inner: int, shared: int) -> DecoderSpec:
@@ -393,7 +413,7 @@ def test_graphs_of_experts_end_by_what_a_row_is_multiplied_with() -> None:
         assert mixed_rows_of(with_experts(dense, per_token, inner, shared)) == mixed_rows_of(dense)
     assert max(mixed_rows_of(with_experts(dense, 2, size // 4, 0))) == 1024
     assert max(mixed_rows_of(with_experts(dense, 2, size // 4, 4 * size))) < 512
-    assert max(mixed_rows_of(spec_of("Qwen3-30B-A3B"))) == 2048
+    assert max(mixed_rows_of(spec_of("Qwen3-30B-A3B"))) == 2304
 
 
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"])

@@ -169,6 +169,22 @@ def test_one_plan_serves_all_layers_and_waits_for_the_copies_of_the_last() -> No
     assert fakes.recorder.calls == 2 * step
 
 
+@pytest.mark.parametrize(("start", "name"), [(0, "prefill"), (4000, "split")])
+def test_decodes_beside_a_prompt_take_two_plans_a_step_and_two_kernels_a_layer(
+    start: int, name: str
+) -> None:
+    """Of FA2 and FA3 one: the step is planned for the faster of them, whatever the other could."""
+    shape = attention_shape(4, 2, 64, 16, torch.bfloat16)
+    problem = random_problem([*[ChunkExtent(20, 1)] * 3, ChunkExtent(start, 5)], shape)
+    fakes = Fakes(shape, has_split=True)
+    for _ in range(2):
+        fakes.attention.plan(problem.layout)
+        for _layer in range(3):
+            fakes.attention.attend(problem.query, problem.key_pages, problem.value_pages)
+    plans = ["synchronize", "plan decode", f"plan {name}", "record"]
+    assert fakes.recorder.calls == 2 * (plans + 3 * ["run decode", f"run {name}"])
+
+
 def test_a_step_without_decodes_leaves_the_decode_wrapper_alone() -> None:
     problem = random_problem([ChunkExtent(3, 4)], attention_shape(2, 2, 64, 16, torch.bfloat16))
     fakes = Fakes(problem.shape)

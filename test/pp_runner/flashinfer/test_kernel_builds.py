@@ -272,7 +272,7 @@ def test_products_are_tried_with_the_rows_that_have_graphs(
     monkeypatch.setattr(kernel_choice, "call_layer_kernels", lambda *_: None)
     for model in ("Qwen3-0.6B", "Qwen3-14B"):
         make_layer_kernels(BackendChoice("flashinfer"), SHAPE, spec_of(model))
-    assert [max(rows) for rows in tried] == [2048, 256]
-    assert tried[1] == (*DECODE_ROWS, 64, 128, 192, 256)
+    assert [max(rows) for rows in tried] == [2304, 448]
+    assert tried[1] == (*DECODE_ROWS, 64, 128, 192, 256, 320, 384, 448)
     make_layer_kernels(BackendChoice("flashinfer"), SHAPE)
     assert tried[2] == ()

@@ -18,6 +18,7 @@ from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import open_flashinf
 from sgl_pipeline.pp_runner.flashinfer.split_keys import split_keys_are_faster
 
 CPU = torch.device("cpu")
+H200 = 132  # multiprocessors
 MEASURED = json.loads((RESULTS / "2026-11-27_1954_gpu.json").read_text())["rows"]["attention"]
 STEPS = {
     step.name: step
@@ -39,14 +40,14 @@ def test_the_faster_kernels_are_chosen(model: str, step: str) -> None:
     }
     shape = spec_of(model).attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)[0]
     layout = random_layout(STEPS[step].chunks, PAGE_SIZE, seed=0)
-    assert split_keys_are_faster(layout, shape) is (took_ms["fa2"] < took_ms["fa3"])
+    assert split_keys_are_faster(layout, shape, H200) is (took_ms["fa2"] < took_ms["fa3"])
 
 
 def test_many_prompts_fill_the_card_and_need_no_split() -> None:
     shape = spec_of("Qwen3-8B").attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)[0]
     (alone,) = prefill_step(128, 16_384).chunks
-    assert split_keys_are_faster(random_layout([alone], PAGE_SIZE, seed=0), shape)
-    assert not split_keys_are_faster(random_layout([alone] * 8, PAGE_SIZE, seed=0), shape)
+    assert split_keys_are_faster(random_layout([alone], PAGE_SIZE, seed=0), shape, H200)
+    assert not split_keys_are_faster(random_layout([alone] * 8, PAGE_SIZE, seed=0), shape, H200)
 
 
 def test_a_window_is_a_context_of_the_keys_that_a_tile_sees_through_it() -> None:
@@ -56,11 +57,23 @@ def test_a_window_is_a_context_of_the_keys_that_a_tile_sees_through_it() -> None
     found = []
     for window in range(32, 8192, 32):
         alone = random_layout(prefill_step(128, window - 1).chunks, PAGE_SIZE, seed=0)
-        found.append(split_keys_are_faster(long, replace(shape, window=window)))
-        assert found[-1] is split_keys_are_faster(alone, shape)
+        found.append(split_keys_are_faster(long, replace(shape, window=window), H200))
+        assert found[-1] is split_keys_are_faster(alone, shape, H200)
     assert found == sorted(found) and {*found} == {False, True}
     for window in (16_384, 2**20):  # longer than the context
-        assert split_keys_are_faster(long, replace(shape, window=window))
+        assert split_keys_are_faster(long, replace(shape, window=window), H200)
+
+
+@pytest.mark.parametrize(
+    ("num_multiprocessors", "is_faster"), [(H200, True), (114, True), (78, False)]
+)
+def test_fewer_multiprocessors_gain_less_by_a_split(
+    num_multiprocessors: int, is_faster: bool
+) -> None:
+    """An H100 with PCIe has 114, an H20 78. FA3 keeps one for each of the 40 heads busy."""
+    shape = spec_of("Qwen3-14B").attention_shapes(PAGE_SIZE, torch.bfloat16, CPU)[0]
+    layout = random_layout(prefill_step(128, 16_384).chunks, PAGE_SIZE, seed=0)
+    assert split_keys_are_faster(layout, shape, num_multiprocessors) is is_faster
 
 
 @pytest.mark.parametrize(
@@ -91,9 +104,16 @@ def test_fa2_is_opened_beside_fa3_where_there_is_a_choice(
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=78),
+    )
     shape = replace(attention_shape(4, 2, 64, 16, torch.bfloat16), coded_dtype=coded)
     parts = open_flashinfer(shape, kernels)
-    opened: list[Any] = [parts.prefill, *([parts.split_prefill] if parts.split_prefill else [])]
+    split = parts.split_prefill
+    opened: list[Any] = [parts.prefill, *([split.wrapper] if split else [])]
+    assert split is None or split.num_multiprocessors == 78
     assert [wrapper.backend for wrapper in opened] == backends
     assert len({id(wrapper.workspace) for wrapper in opened}) == 1
 

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.layer_kernels.torch_router import TorchRouter
@@ -112,6 +113,50 @@ def test_a_row_is_bitwise_the_same_in_every_microbatch():
     assert torch.equal(layer(x[shuffled]), whole[shuffled])
 
 
+class Numbered:
+    """`Experts` of any kind: expert e answers a row with the sum of its numbers, times e + 1."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        sums = x.float().sum(dim=1)[:, None] * (experts + 1)
+        return sums[..., None].expand(-1, -1, HIDDEN)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_a_layer_asks_its_experts_once_and_weighs_what_they_answer(num_rows):
+    spec, weights = expert_spec(shared=False), RandomWeights()
+    router = TorchRouter(spec, weights.read("mlp.gate.weight", (NUM_EXPERTS, HIDDEN)))
+    experts, x = Numbered(), rows(num_rows)
+    found = SparseMlp(router, experts, None)(x)
+    routing = router(x)
+    expected = (routing.weights * (routing.experts + 1)).sum(dim=1) * x.sum(dim=1)
+    torch.testing.assert_close(found, expected[:, None].expand(-1, HIDDEN))
+    assert experts.num_calls == 1
+
+
+class SortCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_sorts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_sorts += "sort" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_rows", "sorts"), [(1, False), (2, True)])
+def test_separate_experts_sort_nothing_for_a_row_alone(num_rows, sorts):
+    experts = SeparateExperts.load(
+        LayerTensors("", RandomWeights(), TorchKernels()), NAMES, HIDDEN, expert_spec()
+    )
+    with SortCounter() as counter:
+        experts(rows(num_rows), torch.tensor([[6, 0, 3], [1, 2, 6]])[:num_rows])
+    assert bool(counter.num_sorts) is sorts
+
+
 def test_experts_that_nobody_goes_to_are_not_run():
     class Unused:
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +168,7 @@ def test_experts_that_nobody_goes_to_are_not_run():
 
     experts = SeparateExperts([Unused(), Doubling(), Unused(), Doubling(), Unused()])
     ends = torch.tensor([0, 2, 2, 5, 5], dtype=torch.int32)
-    assert torch.equal(experts(rows(5), ends), 2 * rows(5))
+    assert torch.equal(experts.of_groups(rows(5), ends), 2 * rows(5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -136,11 +181,10 @@ def test_stacked_experts_compute_what_separate_ones_do(dtype):
     )
     x = rows(11, dtype)
     ends = torch.tensor([0, 2, 2, 3, 7, 7, 10, 11], dtype=torch.int32)
-    assert stacked(x, ends).dtype == separate(x, ends).dtype == dtype
+    found, expected = (experts.of_groups(x, ends) for experts in (stacked, separate))
+    assert found.dtype == expected.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
-    torch.testing.assert_close(
-        stacked(x, ends).float(), separate(x, ends).float(), atol=tolerance, rtol=tolerance
-    )
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", [SeparateExperts, StackedExperts])
