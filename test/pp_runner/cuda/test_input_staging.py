@@ -2,11 +2,16 @@
 
 from array import array
 
+import numpy as np
 import pytest
 import torch
 
 from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
-from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputStaging
+from sgl_pipeline.pp_runner.cuda.input_staging import (
+    CopyBesideKernels,
+    CopyBetweenKernels,
+    InputStaging,
+)
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.wire.step_order import INT32, MirroredChunk, MirroredRequest
 
@@ -39,14 +44,29 @@ def test_one_copy_brings_all_that_was_asked_for() -> None:
     assert len(copied) == 1
     for name in ("token_ids", "positions", "slots", "sample_rows"):
         assert torch.equal(getattr(staged, name), getattr(plain, name)), name
+    pages = staged.layout.page_indices_on(CPU)
+    assert pages is staged.layout.uploaded_pages
+    assert pages.dtype == torch.int32
+    assert torch.equal(pages, plain.layout.page_indices)
+
+
+@pytest.mark.parametrize("num_pages", range(4))
+def test_page_numbers_cross_whole_whether_odd_or_even(num_pages: int) -> None:
+    positions, pages = np.arange(5) << 40, np.arange(num_pages, dtype=np.int32) - 2
+    arrived = InputStaging(lambda values: values)([positions, pages])
+    assert [part.tolist() for part in arrived] == [positions.tolist(), pages.tolist()]
+    assert [part.dtype for part in arrived] == [torch.int64, torch.int32]
 
 
 @pytest.mark.gpu
-def test_copies_neither_overtake_kernels_nor_are_overtaken() -> None:
+@pytest.mark.parametrize("copy", [CopyBesideKernels, CopyBetweenKernels])
+def test_copies_neither_overtake_kernels_nor_are_overtaken(
+    copy: type[CopyBesideKernels] | type[CopyBetweenKernels],
+) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
     device = torch.device("cuda")
-    staging = InputStaging(CopyBesideKernels(device))
+    staging = InputStaging(copy(device))
     work = torch.randn(4096, 4096, device=device)
     sums = []
     for step in range(50):
