@@ -221,8 +221,9 @@ class MirroredRequest:
         self.changes_logits = self.sampling.changes_logits
 
 
-class MirroredChunk(msgspec.Struct, frozen=True):
-    """A chunk as a stage sees it, with fields as in `ChunkOrder`. A Struct for the speed of it."""
+class MirroredChunk(msgspec.Struct, frozen=True, gc=False):
+    """A chunk as a stage sees it, with fields as in `ChunkOrder`. A Struct for the speed of it; no
+    cycle leads through it."""
 
     request: MirroredRequest
     start: int

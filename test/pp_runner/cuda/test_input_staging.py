@@ -5,6 +5,7 @@ from array import array
 import numpy as np
 import pytest
 import torch
+from support.fake_flashinfer import Recorder
 
 from sgl_pipeline.pp_runner.base.step_inputs import build_step_inputs
 from sgl_pipeline.pp_runner.cuda.input_staging import (
@@ -56,6 +57,23 @@ def test_page_numbers_cross_whole_whether_odd_or_even(num_pages: int) -> None:
     arrived = InputStaging(lambda values: values)([positions, pages])
     assert [part.tolist() for part in arrived] == [positions.tolist(), pages.tolist()]
     assert [part.dtype for part in arrived] == [torch.int64, torch.int32]
+
+
+def test_a_buffer_brings_what_it_is_given_whatever_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here in a CPU's memory, whose copies are over at once; for their order see
+    `test_stream_order.py`."""
+    empty = torch.empty
+
+    def empty_unpinned(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr("torch.empty", empty_unpinned)
+    monkeypatch.setattr("torch.cuda.Event", Recorder)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
+    copy = CopyBetweenKernels(CPU)
+    for step, count in enumerate((3, 8, 1, 40, 2, 7, 90, 0, 5)):
+        values = torch.arange(count) + 1000 * step
+        assert torch.equal(copy(values), values)
 
 
 @pytest.mark.gpu

@@ -86,10 +86,11 @@ def races_of(work: Work, broken: Callable[[pytest.MonkeyPatch], None] | None = N
 
 
 def upload_steps(streams: EmulatedStreams) -> None:
-    """The index tensors of steps that a kernel reads, and more steps than there are buffers."""
+    """The index tensors of steps that a kernel reads: more steps than there are buffers, and one
+    that outgrows its buffer."""
     staging = InputStaging(CopyBetweenKernels(META))
     for step in range(7):
-        tokens, slots = staging([np.arange(8), np.arange(step, 7)])
+        tokens, slots = staging([np.arange(8), np.arange(100 if step == 5 else step)])
         streams.launch("a kernel of the step", [tokens, slots])
         del tokens, slots
 
