@@ -287,13 +287,13 @@ def _too_few(chunk: MirroredChunk, what: str, needed: int, found: int) -> Protoc
 
 
 def _leading_ones(lengths: np.ndarray) -> int:
-    longer = np.flatnonzero(lengths != 1)
+    longer = (lengths != 1).nonzero()[0]
     return int(longer[0]) if longer.size else len(lengths)
 
 
 def _indptr(counts: np.ndarray) -> np.ndarray:
     ends = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=ends[1:])
+    counts.cumsum(out=ends[1:])
     return ends
 
 
