@@ -54,6 +54,12 @@ class SamplingSpec(msgspec.Struct, frozen=True, array_like=True):
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def changes_logits(self) -> bool:
+        """True if some token's logit differs from the model's, for some output."""
+        has_minimum = self.min_new_tokens > 0 and bool(self.masked_token_ids)
+        return self.penalises_output or bool(self.logit_bias) or has_minimum
+
 
 GREEDY = SamplingSpec(temperature=0.0)
 

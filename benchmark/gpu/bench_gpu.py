@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None, started_s: float | None = None) -> int:
     """
     options = _parse(argv)
     torch.set_grad_enabled(False)
-    device = torch.device(options.device)
+    # A device of a stage has its index.
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_gpu needs an NVIDIA GPU; --device cpu rehearses the benchmark")
         return 2

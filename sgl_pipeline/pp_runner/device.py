@@ -10,7 +10,11 @@ import torch
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.base.download import Download, NoDownload
 from sgl_pipeline.pp_runner.base.step_inputs import Upload
-from sgl_pipeline.pp_runner.cuda.input_staging import CopyBesideKernels, InputStaging
+from sgl_pipeline.pp_runner.cuda.input_staging import (
+    CopyBesideKernels,
+    CopyBetweenKernels,
+    InputStaging,
+)
 from sgl_pipeline.pp_runner.cuda.output_staging import DownloadBesideKernels
 
 
@@ -45,7 +49,7 @@ def release_memory(device: torch.device) -> None:
 
 def make_upload(device: torch.device) -> Upload | None:
     """The transport of a step's index tensors to `device`; None if they need not move."""
-    return InputStaging(CopyBesideKernels(device)) if device.type == "cuda" else None
+    return InputStaging(CopyBetweenKernels(device)) if device.type == "cuda" else None
 
 
 def make_copy(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -28,7 +28,7 @@ from sgl_pipeline.pp_runner.lent_attention.offloaded_attention import OffloadedA
 from sgl_pipeline.pp_runner.links.activation_link import ActivationLink
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.stage_model import StageModel
-from sgl_pipeline.pp_runner.output.output_tail import OutputTail, Tail
+from sgl_pipeline.pp_runner.output.output_tail import OutputTail, PendingOutputs, Tail
 from sgl_pipeline.pp_runner.pending_reports import PendingReport, PreparedStep, StepClock
 from sgl_pipeline.pp_runner.rehearsal import rehearsed_steps
 from sgl_pipeline.pp_runner.stage_replays import Attend, StageReplays, attend_idle
@@ -109,6 +109,8 @@ class StageRunner:
         if tail is None and model.is_last:
             tail = OutputTail(model.logits, self.device, make_download(self.device))
         self._tail = tail
+        # A GPU computes the layers meanwhile; on a CPU it would be time after them.
+        self._plans_tail_late = self.device.type == "cuda"
         self._log = log
         self._replays = StageReplays(self.stage, self.page_size, self.device, self._layers, log)
         self._mirror = RequestMirror()
@@ -137,7 +139,7 @@ class StageRunner:
 
     def prepare(self, plan: StepOrder, attend: Attend = attend_idle) -> PreparedStep:
         """Applies `plan`, runs the recomputations for lost stages, and does all work of the step
-        that needs no activations.
+        that needs no activations and that the layers wait for.
 
         Raises ProtocolError when the stage does not know the step's epoch, does not hold the layers
         that it runs or lacks its state slots, and as `StageReplays.run`.
@@ -166,7 +168,7 @@ class StageRunner:
         if inputs.lent is not None:
             self.offload.begin(inputs, layers)
         self._layers_for(inputs).plan(epoch, layers, inputs)
-        if self._tail is not None:
+        if self._tail is not None and not self._plans_tail_late:
             self._tail.plan(chunks, inputs)
         return PreparedStep(step_id, epoch, layers, chunks, inputs, plan_s, time.monotonic(), again)
 
@@ -202,7 +204,7 @@ class StageRunner:
         layers_s = time.monotonic()
         outputs = None
         if self._tail is not None:
-            outputs = self._tail.draw(hidden)
+            outputs = self._draw(self._tail, step, hidden)
         else:
             self._link.send(step.step_id, hidden)
             if self._log is not None:
@@ -218,6 +220,11 @@ class StageRunner:
         if self.graphs.is_on:
             self.held_layers.await_layers(step.layers)
         return self._layers_for(step.inputs).run(step.inputs, hidden)
+
+    def _draw(self, tail: Tail, step: PreparedStep, hidden: torch.Tensor) -> PendingOutputs:
+        if self._plans_tail_late:
+            tail.plan(step.chunks, step.inputs)
+        return tail.draw(hidden)
 
     def _layers_for(self, inputs: StepInputs) -> StepLayers:
         """The way in which a step runs the layers: kernel by kernel, if peers attend to rows."""
@@ -246,7 +253,7 @@ class StageRunner:
             ones = torch.ones(rows, dtype=self.shapes[0].dtype, device=self.device)
             hidden = self._run_layers(step, None if self._is_first else ones)
             if self._tail is not None:
-                self._tail.draw(hidden).result()
+                self._draw(self._tail, step, hidden).result()
             elif self._log is not None:
                 self._log.write(step.inputs.slots, hidden)  # of pages that it does not keep
             used_pages.update(written_pages(chunks, page_size))

@@ -8,7 +8,7 @@ travel in the stream of `stage_orders.py`, which makes sure that none is lost, r
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 import msgspec
@@ -202,7 +202,10 @@ def _open_of(request: Request, handle: int) -> RequestOpen:
 
 @dataclass(slots=True, eq=False)
 class MirroredRequest:
-    """A stage's copy of a request: int32 token ids (prompt and output) and page ids so far."""
+    """A stage's copy of a request: int32 token ids (prompt and output) and page ids so far.
+
+    `changes_logits` is that of `sampling`, which each step asks of each request.
+    """
 
     handle: int
     sampling: SamplingSpec
@@ -212,10 +215,15 @@ class MirroredRequest:
     logprobs: LogprobSpec | None = None
     lease: Lease | None = None
     state_slot: int | None = None
+    changes_logits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.changes_logits = self.sampling.changes_logits
 
 
-class MirroredChunk(msgspec.Struct, frozen=True):
-    """A chunk as a stage sees it, with fields as in `ChunkOrder`. A Struct for the speed of it."""
+class MirroredChunk(msgspec.Struct, frozen=True, gc=False):
+    """A chunk as a stage sees it, with fields as in `ChunkOrder`. A Struct for the speed of it; no
+    cycle leads through it."""
 
     request: MirroredRequest
     start: int
@@ -292,8 +300,10 @@ class RequestMirror:
 
     def _extend(self, chunk: ChunkOrder) -> MirroredChunk:
         request = self._requests[chunk.handle]
-        request.tokens.frombytes(chunk.new_tokens)
-        request.pages.frombytes(chunk.new_pages)
+        if chunk.new_tokens:
+            request.tokens.frombytes(chunk.new_tokens)
+        if chunk.new_pages:
+            request.pages.frombytes(chunk.new_pages)
         drafts = tuple(array(INT32, chunk.draft_tokens)) if chunk.draft_tokens else ()
         mirrored = MirroredChunk(
             request,

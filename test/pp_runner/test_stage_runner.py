@@ -1,17 +1,21 @@
 """A stage runs the layers that the plan of a step's epoch gives it, or says why it cannot."""
 
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from support.late_tail import LateTail
 from support.local_pipeline import QueueLink, open_stage
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ProtocolError
+from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
 from sgl_pipeline.pp_runner.stage_runner import StageRunner
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
-from sgl_pipeline.wire.step_order import ChunkOrder, RequestOpen, StepOrder
+from sgl_pipeline.wire.step_order import ChunkOrder, MirroredChunk, RequestOpen, StepOrder
 
 PLAN = StagePlan(4, (1, 3, 2))
 
@@ -79,3 +83,37 @@ def test_a_stage_without_layers_hands_on_a_copy_of_its_rows() -> None:
     ((_, sent),) = downstream
     assert torch.equal(sent, rows)
     assert sent.data_ptr() != rows.data_ptr()
+
+
+@pytest.mark.parametrize("plans_late", [False, True], ids=["as on a CPU", "as on a GPU"])
+def test_the_tail_of_a_step_is_planned_before_its_tokens_are_drawn(plans_late: bool) -> None:
+    """On a GPU when the layers are launched: they need not wait for it."""
+    model, plan = tiny_model("llama"), StagePlan(0, (6,))
+    calls: list[str] = []
+
+    class WatchedTail(LateTail):
+        def plan(self, chunks: Sequence[MirroredChunk], inputs: StepInputs) -> None:
+            calls.append("plan")
+            super().plan(chunks, inputs)
+
+    runner = open_stage(
+        model, plan, 0, QueueLink(deque(), deque()), tail=WatchedTail(calls, [0] * 2)
+    )
+    runner._plans_tail_late = plans_late
+    forward = runner.held_layers.forward
+
+    def watched_forward(*given: Any) -> torch.Tensor:
+        calls.append("layers")
+        return forward(*given)
+
+    runner.held_layers.forward = watched_forward  # type: ignore[method-assign]
+    for step_id in range(2):
+        opens = () if step_id else (RequestOpen(0, GREEDY, 1),)
+        pages = b"" if step_id else bytes(4)
+        chunk = ChunkOrder(0, step_id, 1, True, bytes(4), pages)
+        prepared = runner.prepare(StepOrder(step_id, 0, (), opens, (chunk,)))
+        assert calls == ([] if plans_late else ["plan"])
+        assert runner.launch(prepared).report().token_ids == (step_id,)
+        first = ["layers", "plan"] if plans_late else ["plan", "layers"]
+        assert calls == [*first, f"draw {step_id}", f"result {step_id}"]
+        calls.clear()

@@ -25,7 +25,7 @@ class Recorder:
 
     calls: list[str] = field(default_factory=list)
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self.calls.append("record")
 
     def synchronize(self) -> None:
@@ -53,8 +53,11 @@ class FakeDecodeWrapper:
         q_data_type: DataType | None = "float16",
         kv_data_type: DataType | None = None,
         sm_scale: float | None = None,
+        seq_lens: torch.Tensor | None = None,
     ) -> None:
         self.recorder.calls.append("plan decode")
+        lengths = (indptr.diff() - 1) * page_size + last_page_len
+        assert seq_lens is not None and torch.equal(seq_lens, lengths), "other keys than its pages'"
         self._keep(indptr, indices, last_page_len)
         self.options = {
             "sizes": (num_qo_heads, num_kv_heads, head_dim, page_size),

@@ -93,6 +93,7 @@ def emulated_card(capability: tuple[int, int] = HOPPER) -> Iterator[EmulatedCard
         patch.setenv("FLASHINFER_USE_CUDA_NORM", "1")
         patch.setattr(torch, "empty", empty_without_pinning)
         patch.setattr(torch.cuda, "Event", Recorder)
+        patch.setattr(torch.cuda, "current_stream", lambda device: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         patch.setattr(
             torch.cuda,

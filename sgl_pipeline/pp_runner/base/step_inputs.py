@@ -23,11 +23,12 @@ from sgl_pipeline.wire.step_order import INT32, MirroredChunk
 class PagedLayout:
     """The places of the step's queries and keys, in the form of FlashInfer's paged wrappers.
 
-    All on the host, int32: the planners read them there. Query rows of chunk `c` are
+    On the host, int32: the planners read them there. Query rows of chunk `c` are
     `query_indptr[c]:query_indptr[c + 1]`, its pages `page_indices[page_indptr[c]:page_indptr[c +
     1]]`, the last of which holds `last_page_lengths[c]` tokens, so that `kv_lengths[c]` keys are
     visible to the chunk's last row (and one fewer to each row before it). The first `num_decodes`
-    chunks have one row each.
+    chunks have one row each. `uploaded_pages` are `page_indices` on the stage's device, where they
+    crossed with the step's other arrays.
     """
 
     page_size: int
@@ -37,10 +38,17 @@ class PagedLayout:
     page_indices: torch.Tensor  # [P]
     last_page_lengths: torch.Tensor  # [C]
     kv_lengths: torch.Tensor  # [C]
+    uploaded_pages: torch.Tensor | None = None  # [P]
 
     @property
     def num_chunks(self) -> int:
         return self.kv_lengths.numel()
+
+    def page_indices_on(self, device: torch.device) -> torch.Tensor:
+        """`page_indices` on the stage's device."""
+        if self.uploaded_pages is None:
+            return to_device(self.page_indices.numpy(), device)
+        return self.uploaded_pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +84,7 @@ class StepInputs:
         return self.token_ids.numel()
 
 
-# Brings arrays to the stage's device.
+# Brings arrays of int64 and int32 to the stage's device.
 Upload = Callable[[Sequence[np.ndarray]], Sequence[torch.Tensor]]
 
 
@@ -107,18 +115,16 @@ def build_step_inputs(
     first_pages = page_indptr[:-1].copy()
     first_pages[num_local:] -= starts[num_local:] // page_size
 
-    chunk_of_row = np.repeat(np.arange(len(chunks)), lengths)
-    positions = np.arange(query_indptr[-1]) - query_indptr[chunk_of_row] + starts[chunk_of_row]
-    page_of_row = page_indices[first_pages[chunk_of_row] + positions // page_size]
-    slots = page_of_row.astype(np.int64) * page_size + positions % page_size
+    positions = np.arange(query_indptr[-1]) + (starts - query_indptr[:-1]).repeat(lengths)
+    page_numbers, offsets = np.divmod(positions, page_size)
+    pages = page_indices[first_pages.repeat(lengths) + page_numbers]
+    slots = pages.astype(np.int64) * page_size + offsets
 
-    num_samples = np.array([chunk.num_samples for chunk in chunks], np.int64)
-    # Of each sampled row: the chunk, and the distance to its end. They are the last rows of chunks.
-    sampled_chunk = np.repeat(np.arange(len(chunks)), num_samples)
-    to_end = np.cumsum(num_samples)[sampled_chunk] - np.arange(len(sampled_chunk))
-    upload = upload or (lambda arrays: [to_device(array, device) for array in arrays])
+    sampled_chunk, to_end = _sampled_rows(chunks)
     sample_rows = query_indptr[1:][sampled_chunk] - to_end
-    arrays = (_token_ids(chunks), positions, slots, sample_rows)
+    local_pages = page_indices[: page_indptr[num_local]]
+    arrays = (_token_ids(chunks, len(positions)), positions, slots, sample_rows, local_pages)
+    upload = upload or (lambda arrays: [to_device(array, device) for array in arrays])
     on_device = upload(arrays)
     return StepInputs(
         token_ids=on_device[0],
@@ -131,11 +137,12 @@ def build_step_inputs(
             ends[:num_local],
             page_counts[:num_local],
             page_indptr[: num_local + 1],
-            page_indices[: page_indptr[num_local]],
+            local_pages,
+            on_device[4],
         ),
         sample_rows=on_device[3],
         sample_positions=torch.from_numpy(ends[sampled_chunk] - to_end + 1),
-        sampling=tuple(chunks[index].request.sampling for index in sampled_chunk.tolist()),
+        sampling=tuple([chunks[index].request.sampling for index in sampled_chunk.tolist()]),
         lent=_lent_rows(chunks, num_local, query_indptr),
         states=state_rows(chunks, query_indptr, device),
     )
@@ -187,6 +194,7 @@ def _layout(
     page_counts: np.ndarray,
     page_indptr: np.ndarray,
     page_indices: np.ndarray,
+    uploaded_pages: torch.Tensor | None = None,
 ) -> PagedLayout:
     return PagedLayout(
         page_size=page_size,
@@ -196,6 +204,7 @@ def _layout(
         page_indices=_int32(page_indices),
         last_page_lengths=_int32(ends - (page_counts - 1) * page_size),
         kv_lengths=_int32(ends),
+        uploaded_pages=uploaded_pages,
     )
 
 
@@ -215,6 +224,14 @@ def _lent_rows(
     return LentRows(int(query_indptr[num_local]), chunks[num_local:])
 
 
+def _sampled_rows(chunks: Sequence[MirroredChunk]) -> tuple[np.ndarray, np.ndarray]:
+    """The chunk of each sampled row [S], and the row's distance to its end: they are the last
+    ones of chunks."""
+    num_samples = np.array([chunk.samples + len(chunk.draft_ids) for chunk in chunks], np.int64)
+    chunk_of = np.arange(len(chunks)).repeat(num_samples)
+    return chunk_of, num_samples.cumsum()[chunk_of] - np.arange(len(chunk_of))
+
+
 def _page_indices(
     chunks: Sequence[MirroredChunk], num_local: int, page_counts: Sequence[int], page_size: int
 ) -> np.ndarray:
@@ -228,51 +245,57 @@ def _page_indices(
                 f"{chunk.length} rows of a lease from position {chunk.start} on, which are not "
                 f"within a page of {page_size}"
             )
-    runs = [
-        _run(chunk, "pages", chunk.request.pages, 0, count)
-        for chunk, count in zip(chunks, page_counts, strict=True)
-    ]
-    return _joined(runs)
+    # Views, because slices would be copies; joined here, because numpy would take microseconds for
+    # each. Most requests have no further pages.
+    runs: list[array[int] | memoryview] = []
+    for chunk, count in zip(chunks, page_counts, strict=True):
+        pages = chunk.request.pages
+        if len(pages) < count:
+            raise _too_few(chunk, "pages", count, len(pages))
+        runs.append(pages if len(pages) == count else memoryview(pages)[:count])
+    return np.frombuffer(bytearray().join(runs), np.int32)
 
 
-def _token_ids(chunks: Sequence[MirroredChunk]) -> np.ndarray:
+def _token_ids(chunks: Sequence[MirroredChunk], num_rows: int) -> np.ndarray:
     """The token ids of all rows, int64; drafts come behind the known tokens of their chunk."""
-    runs: list[memoryview] = []
+    token_ids = array(INT32)
+    for chunk in chunks:
+        end = chunk.start + chunk.length
+        if chunk.draft_ids:
+            token_ids += chunk.request.tokens[chunk.start : end - len(chunk.draft_ids)]
+            token_ids.extend(chunk.draft_ids)
+        else:
+            token_ids += chunk.request.tokens[chunk.start : end]
+    if len(token_ids) < num_rows:
+        _refuse_missing_tokens(chunks)
+    return np.frombuffer(token_ids, np.int32).astype(np.int64)
+
+
+def _refuse_missing_tokens(chunks: Sequence[MirroredChunk]) -> None:
+    """Every later row of the step would be another's."""
     for chunk in chunks:
         known_end = chunk.start + chunk.length - len(chunk.draft_ids)
-        runs.append(_run(chunk, "tokens", chunk.request.tokens, chunk.start, known_end))
-        if chunk.draft_ids:
-            runs.append(memoryview(array(INT32, chunk.draft_ids)))
-    return _joined(runs).astype(np.int64)
+        if len(chunk.request.tokens) < known_end:
+            raise _too_few(chunk, "tokens", known_end, len(chunk.request.tokens))
 
 
-def _run(
-    chunk: MirroredChunk, what: str, numbers: "array[int]", start: int, end: int
-) -> memoryview:
-    """`numbers[start:end]` without a copy. A slice would be shorter where some are missing, and
-    every later row of the step would be another's."""
-    if len(numbers) < end:
-        raise ProtocolError(
-            f"{chunk.length} rows of request {chunk.request.handle} from position {chunk.start} "
-            f"on need {end} {what}, and it has {len(numbers)}"
-        )
-    return memoryview(numbers)[start:end]
-
-
-def _joined(runs: Sequence[memoryview]) -> np.ndarray:
-    """One array of int32: a copy, because the arrays that are viewed grow. One by one, numpy would
-    take microseconds for each."""
-    return np.frombuffer(b"".join(runs), np.int32)
+def _too_few(chunk: MirroredChunk, what: str, needed: int, found: int) -> ProtocolError:
+    return ProtocolError(
+        f"{chunk.length} rows of request {chunk.request.handle} from position {chunk.start} "
+        f"on need {needed} {what}, and it has {found}"
+    )
 
 
 def _leading_ones(lengths: np.ndarray) -> int:
-    longer = np.flatnonzero(lengths != 1)
+    longer = (lengths != 1).nonzero()[0]
     return int(longer[0]) if longer.size else len(lengths)
 
 
 def _indptr(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(counts)))
+    ends = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=ends[1:])
+    return ends
 
 
 def _int32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))
+    return torch.from_numpy(values.astype(np.int32, copy=False))

@@ -97,7 +97,7 @@ class GraphedLayers:
             rows: attention.decode_for_graph(rows, kv_pool.padding_page, indices)
             for rows in decode_rows
         }
-        self._empty_layout = _padding_layout(shape.page_size)
+        self._empty_layout = _padding_layout(shape.page_size, indices[:0])
         # The epoch of all graphs, and the layers that they run.
         self._epoch = -1
         self._recorded = range(0)
@@ -259,7 +259,7 @@ def _next(numbers: Sequence[int], least: int) -> int | None:
     return numbers[place] if place < len(numbers) else None
 
 
-def _padding_layout(page_size: int) -> PagedLayout:
-    """The layout of a step without a chunk."""
+def _padding_layout(page_size: int, no_page: torch.Tensor) -> PagedLayout:
+    """The layout of a step without a chunk; `no_page` is on the device."""
     none, zero = (torch.zeros(count, dtype=torch.int32) for count in (0, 1))
-    return PagedLayout(page_size, 0, zero, zero, none, none, none)
+    return PagedLayout(page_size, 0, zero, zero, none, none, none, no_page)

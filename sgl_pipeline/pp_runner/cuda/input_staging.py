@@ -1,9 +1,9 @@
-"""Brings a step's index tensors to the GPU in one copy, beside the kernels of the step before.
+"""Brings a step's index tensors to the GPU in one copy, and the tensors of layer moves beside its
+kernels.
 
-Layer moves use its copy too. It must never let a kernel read before the copy is done, nor a
-page-locked buffer be filled again while it is still being read: torch's allocator of page-locked
-memory ensures the latter: it makes as many buffers as there are copies under way. The packing is
-tested on CPU; the copy has run on an H200, the test of its order has not.
+It must never let a kernel read before the copy is done, nor page-locked memory be filled again
+while it is still being read. The order is tested with emulated streams; the copy beside kernels has
+run on an H200, the one between them on no hardware.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,26 +11,82 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from sgl_pipeline.pp_runner.base.stream_mark import StreamMark
+
+# Two steps may be under way when the next is prepared, so that it need not wait.
+_NUM_BUFFERS = 3
+
 
 class InputStaging:
-    """Copies int64 arrays to the device together.
+    """Copies arrays of int64 and int32 to the device together.
 
     Args:
-        copy: copies one array, and makes later launches wait for it.
+        copy: joins tensors of int64 on the device, and makes later launches wait for it.
     """
 
-    def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, copy: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
         self._copy = copy
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> Sequence[torch.Tensor]:
         """The arrays on the device, as views of one tensor."""
-        assert all(array.dtype == np.int64 for array in arrays)
-        together = torch.from_numpy(np.concatenate(arrays))
-        return self._copy(together).split([len(array) for array in arrays])
+        parts = [torch.from_numpy(_in_words(array)) for array in arrays]
+        copied = self._copy(parts).split([len(part) for part in parts])
+        return [
+            part if array.dtype == np.int64 else part.view(torch.int32)[: len(array)]
+            for array, part in zip(arrays, copied, strict=True)
+        ]
+
+
+def _in_words(array: np.ndarray) -> np.ndarray:
+    """`array` as int64; two numbers of int32 are one of them."""
+    if array.dtype == np.int64:
+        return array
+    assert array.dtype == np.int32
+    if len(array) % 2:
+        array = np.concatenate((array, array[:1]))
+    return array.view(np.int64)
+
+
+class CopyBetweenKernels:
+    """A copy of int64 on the computing stream, out of page-locked buffers that are used in turn.
+
+    The card waits for it a few microseconds. A stream of its own would take the host longer, and
+    the card waits for the host wherever a step needs the tokens of the one before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [_LockedBuffer(device) for _ in range(_NUM_BUFFERS)]
+        self._num_copies = 0
+
+    def __call__(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """`parts`, whose own memory may be used again, one behind the other on the device."""
+        buffer = self._buffers[self._num_copies % _NUM_BUFFERS]
+        self._num_copies += 1
+        return buffer.send(parts)
+
+
+class _LockedBuffer:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.int64)
+        self._sent = StreamMark(device)
+
+    def send(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """`parts` on the device; waits for the copy of the call before."""
+        self._sent.synchronize()
+        count = sum(map(len, parts))
+        if count > len(self._memory):
+            self._memory = torch.empty(2 * count, dtype=torch.int64, pin_memory=True)
+        joined = torch.cat(parts, out=self._memory[:count])
+        copied = joined.to(self._device, non_blocking=True)
+        self._sent.record()
+        return copied
 
 
 class CopyBesideKernels:
-    """A copy on a stream of its own, out of page-locked memory."""
+    """A copy on a stream of its own, out of page-locked memory that torch's allocator uses again
+    when the copy is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -5,13 +5,14 @@ flashinfer-python 0.6.18 and 0.7.2; the inputs of the wrappers are tested on CPU
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
-from sgl_pipeline.pp_runner.base.to_device import to_device
+from sgl_pipeline.pp_runner.base.stream_mark import StreamMark
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_graph import GraphDecodeAttention
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import (
     FlashInferParts,
@@ -84,7 +85,7 @@ def open_flashinfer(
         decode=flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=use_tensor_cores
         ),
-        open_event=torch.cuda.Event,
+        open_event=partial(StreamMark, shape.device),
         open_graph_decode=open_graph_decode,
     )
 
@@ -181,7 +182,7 @@ class FlashInferAttention:
             self._parts.open_event(),
             num_rows,
             padding_page,
-            indices.numel(),
+            indices,
         )
 
     def plan(self, layout: PagedLayout) -> None:
@@ -193,7 +194,7 @@ class FlashInferAttention:
         self._planned.synchronize()
         self._num_decodes = decodes = layout.num_decodes
         self._num_rows = int(layout.query_indptr[-1])
-        page_indices = to_device(layout.page_indices.numpy(), self._shape.device)
+        page_indices = layout.page_indices_on(self._shape.device)
         num_decode_pages = int(layout.page_indptr[decodes])
         if decodes > 0:
             plan_decodes(
@@ -202,6 +203,7 @@ class FlashInferAttention:
                 layout.page_indptr[: decodes + 1],
                 page_indices[:num_decode_pages],
                 layout.last_page_lengths[:decodes],
+                layout.kv_lengths[:decodes],
             )
         if self._num_rows > decodes:
             self._plan_prefills(layout, page_indices[num_decode_pages:])

@@ -7,7 +7,6 @@ import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
 from sgl_pipeline.pp_runner.base.step_inputs import PagedLayout
-from sgl_pipeline.pp_runner.base.to_device import to_device
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_parts import Event, Wrapper, plan_decodes
 
 
@@ -19,7 +18,7 @@ class GraphDecodeAttention:
 
     Args:
         wrapper: a decode wrapper in CUDA-graph mode, for `num_rows` rows.
-        max_page_references: as many as its buffer holds.
+        indices: its buffer of page references.
     """
 
     def __init__(
@@ -29,14 +28,17 @@ class GraphDecodeAttention:
         planned: Event,
         num_rows: int,
         padding_page: int,
-        max_page_references: int,
+        indices: torch.Tensor,
     ) -> None:
         self._shape = shape
         self._wrapper = wrapper
         self._planned = planned
         self.num_rows = num_rows
         self._padding_page = padding_page
-        self._max_page_references = max_page_references
+        self._indices = indices
+        # Of missing rows: their keys, each on a page of its own, and how many pages those are.
+        self._ones = torch.ones(num_rows, dtype=torch.int32)
+        self._counts = torch.arange(1, num_rows + 1, dtype=torch.int32)
 
     def fits(self, layout: PagedLayout) -> bool:
         """True if the buffers hold the step; requests may share pages, so the pool does not limit
@@ -44,26 +46,29 @@ class GraphDecodeAttention:
         missing = self.num_rows - layout.num_chunks
         is_decode = layout.num_decodes == layout.num_chunks
         references = layout.page_indices.numel() + missing
-        return is_decode and missing >= 0 and references <= self._max_page_references
+        return is_decode and missing >= 0 and references <= self._indices.numel()
 
     def plan(self, layout: PagedLayout) -> None:
         """Fills the buffers. See `FlashInferAttention.plan` for what it waits for."""
         assert self.fits(layout), "a step that does not fit the graph"
         missing = self.num_rows - layout.num_chunks
-        more = torch.arange(1, missing + 1, dtype=torch.int32)
-        indices = torch.cat(
-            (
-                layout.page_indices,
-                torch.full((missing,), self._padding_page, dtype=torch.int32),
-            )
-        )
+        page_indptr, last_page_lengths = layout.page_indptr, layout.last_page_lengths
+        kv_lengths, ones = layout.kv_lengths, self._ones[:missing]
         self._planned.synchronize()
+        if missing:
+            page_indptr = torch.cat((page_indptr, page_indptr[-1] + self._counts[:missing]))
+            last_page_lengths = torch.cat((last_page_lengths, ones))
+            kv_lengths = torch.cat((kv_lengths, ones))
+            # Behind those that the wrapper copies.
+            end = layout.page_indices.numel()
+            self._indices[end : end + missing].fill_(self._padding_page)
         plan_decodes(
             self._wrapper,
             self._shape,
-            torch.cat((layout.page_indptr, layout.page_indptr[-1] + more)),
-            to_device(indices.numpy(), self._shape.device),
-            torch.cat((layout.last_page_lengths, torch.ones(missing, dtype=torch.int32))),
+            page_indptr,
+            layout.page_indices_on(self._shape.device),
+            last_page_lengths,
+            kv_lengths,
         )
         self._planned.record()
 

@@ -30,7 +30,7 @@ class Wrapper(Protocol):
 
 
 class Event(Protocol):
-    """The methods of torch.cuda.Event that we use."""
+    """As `StreamMark`."""
 
     def record(self) -> None:
         """Marks this point of the current stream."""
@@ -69,6 +69,7 @@ def plan_decodes(
     page_indptr: torch.Tensor,
     page_indices: torch.Tensor,
     last_page_lengths: torch.Tensor,
+    kv_lengths: torch.Tensor,
 ) -> None:
     """Plans a step of C decodes on a decode wrapper.
 
@@ -76,6 +77,7 @@ def plan_decodes(
         page_indptr: [C + 1] int32 on the host, where the planner reads it.
         page_indices: on the device; from the host, a wrapper for graphs would wait for it.
         last_page_lengths: [C] int32 on the host.
+        kv_lengths: [C] int32 on the host; they follow from the others, which takes longer.
     """
     wrapper.plan(
         page_indptr,
@@ -90,6 +92,7 @@ def plan_decodes(
         sm_scale=shape.scale,
         window_left=window_left(shape),
         logits_soft_cap=shape.softcap,
+        seq_lens=kv_lengths,
     )
 
 

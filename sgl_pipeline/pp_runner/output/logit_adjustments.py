@@ -81,7 +81,11 @@ def plan_logit_adjustments(
     output tokens of rows with penalties and with the token ids that other rows name, all in numpy.
     """
     sampled = [chunk for chunk in chunks if chunk.samples]
-    rows = [row for row, chunk in enumerate(sampled) if _is_adjusted(chunk)]
+    rows = [
+        row
+        for row, chunk in enumerate(sampled)
+        if chunk.request.changes_logits and _is_adjusted(chunk)
+    ]
     if not rows:
         return None
     adjusted = [sampled[row] for row in rows]

@@ -39,7 +39,7 @@ class PendingOutputs(Protocol):
 
 
 class Tail(Protocol):
-    """`plan` once a step, before its activations have arrived, then `draw`."""
+    """`plan` once a step, which needs no activations, then `draw`."""
 
     def plan(self, chunks: Sequence[MirroredChunk], inputs: StepInputs) -> None:
         """Builds all that does not need the activations."""

@@ -65,6 +65,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     monkeypatch.setenv("FLASHINFER_USE_CUDA_NORM", "1")
     monkeypatch.setattr("torch.cuda.Event", Recorder)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(
         "torch.cuda.get_device_properties",

@@ -135,7 +135,7 @@ def test_a_decode_graph_has_one_plan_whatever_the_step(
     parts = HostWrappers()(shape)
     for occupancy in OCCUPANCIES:
         wrapper = parts.open_graph_decode(rows, INDICES)
-        graph = GraphDecodeAttention(shape, wrapper, NoEvent(), rows, PADDING_PAGE, INDICES.numel())
+        graph = GraphDecodeAttention(shape, wrapper, NoEvent(), rows, PADDING_PAGE, INDICES)
         infos = set()
         with blocks_per_multiprocessor("decode-128-e4m3" if coded else "decode-128", occupancy):
             for key_counts in steps_of(rows):
@@ -187,7 +187,7 @@ def test_planners_refuse_a_workspace_that_is_too_small(heads: tuple[int, int]) -
         paged_kv_indices_buffer=INDICES,
         paged_kv_last_page_len_buffer=torch.zeros(8, dtype=torch.int32),
     )
-    graph = GraphDecodeAttention(shape, wrapper, NoEvent(), 8, PADDING_PAGE, INDICES.numel())
+    graph = GraphDecodeAttention(shape, wrapper, NoEvent(), 8, PADDING_PAGE, INDICES)
     with pytest.raises(Exception, match=r"batch_\w+_tmp_v .*Increase the workspace"):
         graph.plan(layout)
 

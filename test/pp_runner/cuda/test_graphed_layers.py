@@ -31,6 +31,7 @@ from sgl_pipeline.pp_runner.cuda.graphed_layers import (
     graph_rows_of,
     mixed_rows_of,
 )
+from sgl_pipeline.pp_runner.cuda.input_staging import CopyBetweenKernels, InputStaging
 from sgl_pipeline.pp_runner.flashinfer.flashinfer_attention import (
     FlashInferAttention,
     workspace_bytes,
@@ -75,6 +76,7 @@ class Stage:
     graphed_held: HeldLayers
     recorder: GraphRecorder
     device: torch.device
+    upload: InputStaging
 
     @property
     def eager_pool(self) -> KvPool:
@@ -88,7 +90,7 @@ class Stage:
         self, chunks: Sequence[MirroredChunk], epoch: int = 0, layers: range = range(NUM_LAYERS)
     ) -> torch.Tensor:
         """Runs a step both ways; the rows, and what is in the pools, must agree."""
-        inputs = build_step_inputs(chunks, PAGE_SIZE, self.device)
+        inputs = build_step_inputs(chunks, PAGE_SIZE, self.device, self.upload)
         hidden = self.upstream(inputs)
         outputs = []
         for way in (self.eager, self.graphed):
@@ -167,7 +169,8 @@ def make_stage(
         mixed_rows=(8, 16),
     )
     eager = EagerLayers(held[0], SameAttention(attentions[0]))
-    return Stage(eager, held[0], graphed, held[1], recorder, device)
+    upload = InputStaging(CopyBetweenKernels(device) if device.type == "cuda" else torch.cat)
+    return Stage(eager, held[0], graphed, held[1], recorder, device, upload)
 
 
 def request(handle: int, pages: Sequence[int], num_tokens: int = 40) -> MirroredRequest:
