@@ -6,6 +6,7 @@ The real scheduler, orders, stages and kernels in one process.
 
 import random
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -55,6 +56,12 @@ def make_pipeline(
     )
 
 
+@cache
+def without_loss(kernels: str = "torch", dtype: str = "float32") -> list[list[int]]:
+    """The tokens of `make_requests`."""
+    return make_pipeline(kernels, dtype).run(make_requests())
+
+
 def count_rows(pipeline: LocalPipeline, stage: int, counts: list[int]) -> None:
     """Adds up the rows that the worker which now fills `stage` computes."""
     held = pipeline.runners[stage].held_layers
@@ -81,10 +88,9 @@ def losing(pipeline: LocalPipeline, losses: dict[int, tuple[int, ...]]) -> Calla
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_lost_at_any_moment_changes_no_token(kernels: str, dtype: str, stage: int) -> None:
-    alone = make_pipeline(kernels, dtype).run(make_requests())
     for step in (2, 5, 9, 16):  # in the first prefill, between chunks, in decodes
         pipeline = make_pipeline(kernels, dtype)
-        assert pipeline.run(make_requests(), losing(pipeline, {step: (stage,)})) == alone
+        assert pipeline.run(make_requests(), losing(pipeline, {step: (stage,)})) == without_loss(kernels, dtype)
         assert pipeline.scheduler.num_retractions == 0
 
 
@@ -137,14 +143,12 @@ def test_cached_prefixes_survive_and_are_computed_again_when_they_are_asked_for(
 
 @pytest.mark.parametrize("log_pages", [None, 0, 3, 20])
 def test_what_was_not_kept_is_prefilled_again(log_pages: int | None) -> None:
-    alone = make_pipeline().run(make_requests())
     pipeline = make_pipeline(log_pages=log_pages)
-    assert pipeline.run(make_requests(), losing(pipeline, {12: (1,), 17: (2,)})) == alone
+    assert pipeline.run(make_requests(), losing(pipeline, {12: (1,), 17: (2,)})) == without_loss()
     assert pipeline.scheduler.num_retractions > 0
 
 
 def test_after_a_layer_move_rows_of_the_old_boundary_are_of_no_use() -> None:
-    alone = make_pipeline().run(make_requests())
     pipeline = make_pipeline()
 
     def after_step(number: int) -> None:
@@ -158,7 +162,7 @@ def test_after_a_layer_move_rows_of_the_old_boundary_are_of_no_use() -> None:
             pipeline.lose(1)
             assert pipeline.scheduler.num_retractions > 0
 
-    assert pipeline.run(make_requests(), after_step) == alone
+    assert pipeline.run(make_requests(), after_step) == without_loss()
 
 
 def test_a_move_after_a_loss_hands_over_whole_pages() -> None:
