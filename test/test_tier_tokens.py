@@ -46,9 +46,7 @@ def conversations(turn: int = 0) -> list[Request]:
 
 @cache
 def without_store(turn: int, kv_cache_dtype: str = "auto") -> list[list[int]]:
-    pipeline = LocalPipeline(
-        tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype, **FASTEST
-    )
+    pipeline = LocalPipeline(tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype, **FASTEST)
     return pipeline.run(conversations(turn))
 
 
@@ -109,9 +107,7 @@ def test_servers_with_drafts_save_and_load_right_rows_only(
     assert first.serve(conversations()) == answers
     assert 0 < drafts.num_accepted < drafts.num_drafted
 
-    plain = LocalPipeline(
-        tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype, **FASTEST
-    )
+    plain = LocalPipeline(tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype, **FASTEST)
     expected = plain.run(next_turns(answers))
     second = servers.start((1, 5), kv_cache_dtype=kv_cache_dtype, throttle=CHUNKED)
     drafts = half_wrong_drafts(second, next_turns(answers), expected)

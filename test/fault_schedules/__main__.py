@@ -4,8 +4,8 @@
     make fault-schedules SEEDS=1 FIRST=1234     # one seed again, bit for bit
     make fault-schedules WORLD=disaggregated    # prefill and decode apart
 
-Needs no model, no sockets and no clock. Exits with 1 when a seed failed, or when in `FEWEST_SEEDS` or
-more of them something that could go wrong hardly did.
+Needs no model, no sockets and no clock. Exits with 1 when a seed failed, or when in
+`FEWEST_SEEDS` or more of them something that could go wrong hardly did.
 """
 
 import argparse

@@ -116,8 +116,8 @@ class CpuKernels:
 
 
 def load_cpu_kernels(*extra_flags: str) -> CpuKernels:
-    """The kernels, compiled for this machine by the first caller (some seconds) and cached; a process
-    asks the compiler what this machine has once.
+    """The kernels, compiled for this machine by the first caller (some seconds) and cached; a
+    process asks the compiler once what this machine has.
 
     `extra_flags` of the compiler can forbid instructions that the machine has.
     Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
