@@ -23,10 +23,11 @@ LEAST: Mapping[str, Mapping[str, float]] = {
         "num_grown": 0.02,
         "num_leaves": 0.5,
         "num_handovers": 0.25,
-        "num_unfit": 0.004,
-        "has_given_up": 0.004,
         "has_tier": 0.27,
-        "num_full_links": 0.004,
+        # At all.
+        "num_unfit": 0.001,
+        "has_given_up": 0.001,
+        "num_full_links": 0.001,
     },
     "disaggregated": {
         "clean": 0.1,
