@@ -57,13 +57,13 @@ LEAST: Mapping[str, Mapping[str, float]] = {
 # Of the world of one server, the least for each seed that has a store beyond the pool.
 LEAST_WITH_A_STORE: Mapping[str, float] = {
     "num_saved_tokens": 30,
-    "num_loaded_tokens": 8,
+    "num_loaded_tokens": 6,
     "num_broken_pages": 0.1,
     "num_moves_in_transfers": 0.025,
     "num_lost_transfers": 0.1,
-    "num_evicted_reads": 0.1,
+    "num_evicted_reads": 0.03,
     "num_cut_due_nodes": 0.1,
-    "num_owed_tokens": 0.1,
+    "num_owed_tokens": 0.02,
 }
 
 

@@ -55,6 +55,10 @@ def test_schedules_with_a_store_have_what_could_go_wrong(outcomes: list[Outcome]
     ran = [outcomes[seed] for seed in seeds if outcomes[seed].has_tier]
     assert len(ran) > 9 * len(seeds) // 10
     assert too_rare(counts_of(ran), len(seeds), LEAST_WITH_A_STORE) == []
+    # More often than in others.
+    assert total(ran, "num_loaded_tokens") > 8 * len(seeds)
+    assert total(ran, "num_evicted_reads") > len(seeds) // 10
+    assert total(ran, "num_owed_tokens") > len(seeds) // 10
     assert sum(outcome.num_loaded_tokens > 0 for outcome in ran) > len(seeds) // 5
 
 
