@@ -6,7 +6,7 @@ Random weights and temperature 1, so that nothing but the mask keeps the output 
 import pytest
 from support.front_model import TURN_END, byte_tokenizer
 from support.grammars import EXAMPLES, LIMITS, compiled, vocabulary
-from support.local_pipeline import LocalPipeline
+from support.local_pipeline import FASTEST, LocalPipeline
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -47,6 +47,10 @@ def mixed_requests() -> list[Request]:
     return [make_request(n, None if n % 3 == 2 else NAMES[n % 4]) for n in range(18)]
 
 
+def new_pipeline(layer_counts: tuple[int, ...]) -> LocalPipeline:
+    return LocalPipeline(tiny_model("qwen3"), layer_counts, **FASTEST)
+
+
 def crowded_pipeline(layer_counts: tuple[int, ...]) -> LocalPipeline:
     """With a pool for about two requests: the others are retracted and computed again."""
     return LocalPipeline(
@@ -55,6 +59,7 @@ def crowded_pipeline(layer_counts: tuple[int, ...]) -> LocalPipeline:
         num_pages=64,
         scheduling=SchedulingArgs(page_size=4),
         throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
+        **FASTEST,
     )
 
 
@@ -67,14 +72,14 @@ def assert_match(name: str, request: Request) -> None:
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
     """The tokens of `mixed_requests`, one after the other on a single stage."""
-    pipeline = LocalPipeline(tiny_model("qwen3"), (6,))
+    pipeline = new_pipeline((6,))
     return [pipeline.run([request])[0] for request in mixed_requests()]
 
 
 @pytest.mark.parametrize("num_stages", SPLITS)
 def test_tokens_are_the_same_alone_and_in_company_at_every_depth(num_stages, alone) -> None:
     requests = mixed_requests()
-    assert LocalPipeline(tiny_model("qwen3"), SPLITS[num_stages]).run(requests) == alone
+    assert new_pipeline(SPLITS[num_stages]).run(requests) == alone
     for number, request in enumerate(requests):
         if request.constraint is not None and request.finish != FinishReason("length"):
             assert_match(NAMES[number % 4], request)
@@ -91,9 +96,9 @@ def test_a_retraction_in_the_middle_of_a_grammar_changes_no_token(num_stages, al
 
 def test_a_request_without_a_grammar_gets_the_tokens_that_it_gets_without_such_neighbors() -> None:
     plain = [make_request(number, None) for number in range(2, 18, 3)]
-    LocalPipeline(tiny_model("qwen3"), (3, 3)).run(plain)
+    new_pipeline((3, 3)).run(plain)
     mixed = mixed_requests()
-    LocalPipeline(tiny_model("qwen3"), (3, 3)).run(mixed)
+    new_pipeline((3, 3)).run(mixed)
     assert [r.output_ids for r in mixed[2::3]] == [r.output_ids for r in plain]
 
 
@@ -102,7 +107,7 @@ def test_a_complete_grammar_ends_the_request_although_eos_is_ignored_or_comes_to
     minimum = make_request(
         2, "regex", min_new_tokens=40, masked_token_ids=tuple(sorted(LIMITS.eos_token_ids))
     )
-    LocalPipeline(tiny_model("qwen3"), (3, 3)).run([ignoring, minimum])
+    new_pipeline((3, 3)).run([ignoring, minimum])
     for request in (ignoring, minimum):
         assert_match("regex", request)
         assert len(request.output_ids) == len("(123) 456-7890") + 1
@@ -116,7 +121,7 @@ def test_every_other_adjustment_yields_to_the_grammar() -> None:
         make_request(n, "regex", temperature=n * 0.5, logit_bias=bias, presence_penalty=2.0)
         for n in range(3)
     ]
-    LocalPipeline(tiny_model("qwen3"), (3, 3)).run(requests)
+    new_pipeline((3, 3)).run(requests)
     for request in requests:
         assert_match("regex", request)
         assert digit not in request.output_ids
@@ -124,7 +129,7 @@ def test_every_other_adjustment_yields_to_the_grammar() -> None:
 
 def test_a_length_limit_cuts_a_grammar_short() -> None:
     request = make_request(3, "regex", max_new_tokens=5)
-    LocalPipeline(tiny_model("qwen3"), (3, 3)).run([request])
+    new_pipeline((3, 3)).run([request])
     assert request.finish == FinishReason("length")
     assert len(request.output_ids) == 5
 
@@ -134,7 +139,7 @@ def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     failing.constraint = GrammarConstraint(
         GRAMMARS["json"], VOCABULARY, ms_per_token=20.0, clock=iter(range(10**6)).__next__
     )
-    LocalPipeline(tiny_model("qwen3"), (3, 3)).run([failing, other])
+    new_pipeline((3, 3)).run([failing, other])
     assert failing.finish is not None
     assert failing.finish.status_code == 400
     assert "--grammar-match-ms-per-token" in failing.finish.message

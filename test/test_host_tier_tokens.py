@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.late_pages import LatePages
+from support.local_pipeline import FASTEST
 from support.tiered_pipeline import TieredPipeline, host_place
 from support.tiny_models import tiny_model
 from test_tier_tokens import PAGES, TOKENS_PER_REQUEST, conversations, without_store
@@ -35,7 +36,11 @@ def start() -> Iterator[Start]:
     def start(host_pages: int, **arguments: Any) -> TieredPipeline:
         servers.append(
             TieredPipeline(
-                tiny_model("qwen3"), (2, 4), host_place(host_pages), scheduling=PAGES, **arguments
+                tiny_model("qwen3"),
+                (2, 4),
+                host_place(host_pages),
+                scheduling=PAGES,
+                **FASTEST | arguments,
             )
         )
         return servers[-1]

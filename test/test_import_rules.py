@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,7 @@ def test_nothing_is_pickled_or_evaluated() -> None:
         assert evaluating == EVALUATING.get(name_of(path), set()), name_of(path)
 
 
+@cache
 def called_names(path: Path) -> set[str]:
     tree = ast.parse(path.read_text())
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.clusters import host_directory, open_port
 from support.forced_drafts import ForcedDrafts
-from support.local_pipeline import LocalPipeline
+from support.local_pipeline import FASTEST, LocalPipeline
 from support.peer_pipelines import OfferingPipeline, ReadingPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -41,7 +41,7 @@ def requests(num_tokens: int) -> list[Request]:
 
 @cache
 def alone(kv_cache_dtype: str = "auto", model: str = "qwen3") -> list[list[int]]:
-    pipeline = LocalPipeline(tiny_model(model), (6,), kv_cache_dtype=kv_cache_dtype)
+    pipeline = LocalPipeline(tiny_model(model), (6,), kv_cache_dtype=kv_cache_dtype, **FASTEST)
     return pipeline.run(requests(OUTPUT_TOKENS))
 
 
@@ -64,12 +64,12 @@ class Pair:
         path = tiny_model(model)
         prefill = OfferingPipeline(
             path, counts[0], self._directory / "saved", self._address,
-            run_directory=self._runs[0], scheduling=PAGES, **arguments,
+            run_directory=self._runs[0], scheduling=PAGES, **FASTEST | arguments,
         )  # fmt: skip
         self._started.append(prefill)
         decode = ReadingPipeline(
             path, counts[1], self._directory / "unused", prefill,
-            run_directory=self._runs[1], scheduling=PAGES, throttle=CHUNKED, **arguments,
+            run_directory=self._runs[1], scheduling=PAGES, throttle=CHUNKED, **FASTEST | arguments,
         )  # fmt: skip
         self._started.append(decode)
         return prefill, decode

@@ -6,6 +6,7 @@ The real scheduler, orders, stages and kernels in one process.
 
 import random
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -19,10 +20,7 @@ from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 pytestmark = pytest.mark.slow
 
 PAGE_SIZE, NUM_PAGES = 4, 200
-KERNELS = {"torch": ("torch", "torch"), "compiled": ("cpu", "cpu")}
-with_and_without_kernels = pytest.mark.parametrize(
-    "kernels", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
-)
+KERNELS = {"torch": ("torch", "torch"), "compiled": ("cpu", "cpu"), "fastest": ("auto", "auto")}
 
 
 def make_requests(count: int = 6, *, sampling: SamplingSpec = GREEDY) -> list[Request]:
@@ -38,7 +36,7 @@ def make_requests(count: int = 6, *, sampling: SamplingSpec = GREEDY) -> list[Re
 
 
 def make_pipeline(
-    kernels: str = "torch", dtype: str = "float32", log_pages: int | None = NUM_PAGES
+    kernels: str = "fastest", dtype: str = "bfloat16", log_pages: int | None = NUM_PAGES
 ) -> LocalPipeline:
     attention, layers = KERNELS[kernels]
     return LocalPipeline(
@@ -53,6 +51,12 @@ def make_pipeline(
         layer_kernels=layers,
         log_pages=log_pages,
     )
+
+
+@cache
+def without_loss(kernels: str = "fastest", dtype: str = "bfloat16") -> list[list[int]]:
+    """The tokens of `make_requests`."""
+    return make_pipeline(kernels, dtype).run(make_requests())
 
 
 def count_rows(pipeline: LocalPipeline, stage: int, counts: list[int]) -> None:
@@ -77,20 +81,30 @@ def losing(pipeline: LocalPipeline, losses: dict[int, tuple[int, ...]]) -> Calla
     return after_step
 
 
-@with_and_without_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+# Which rows are computed again is nothing to a kernel, nor its bits to a stage: each in turn.
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "stage"),
+    [
+        ("torch", "float32", 1),
+        ("torch", "bfloat16", 2),
+        pytest.param("compiled", "float32", 0, marks=pytest.mark.compiler),
+        *(
+            pytest.param("compiled", "bfloat16", stage, marks=pytest.mark.compiler)
+            for stage in range(3)
+        ),
+    ],
+)
 def test_a_stage_lost_at_any_moment_changes_no_token(kernels: str, dtype: str, stage: int) -> None:
-    alone = make_pipeline(kernels, dtype).run(make_requests())
     for step in (2, 5, 9, 16):  # in the first prefill, between chunks, in decodes
         pipeline = make_pipeline(kernels, dtype)
-        assert pipeline.run(make_requests(), losing(pipeline, {step: (stage,)})) == alone
+        tokens = pipeline.run(make_requests(), losing(pipeline, {step: (stage,)}))
+        assert tokens == without_loss(kernels, dtype)
         assert pipeline.scheduler.num_retractions == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_other_stages_compute_nothing_again(stage: int) -> None:
-    pipeline = make_pipeline()
+    pipeline = make_pipeline("torch", "float32")  # recorded layers are not called
     counts = [0] * 3
     for one in range(3):
         count_rows(pipeline, one, counts)
@@ -137,14 +151,12 @@ def test_cached_prefixes_survive_and_are_computed_again_when_they_are_asked_for(
 
 @pytest.mark.parametrize("log_pages", [None, 0, 3, 20])
 def test_what_was_not_kept_is_prefilled_again(log_pages: int | None) -> None:
-    alone = make_pipeline().run(make_requests())
     pipeline = make_pipeline(log_pages=log_pages)
-    assert pipeline.run(make_requests(), losing(pipeline, {12: (1,), 17: (2,)})) == alone
+    assert pipeline.run(make_requests(), losing(pipeline, {12: (1,), 17: (2,)})) == without_loss()
     assert pipeline.scheduler.num_retractions > 0
 
 
 def test_after_a_layer_move_rows_of_the_old_boundary_are_of_no_use() -> None:
-    alone = make_pipeline().run(make_requests())
     pipeline = make_pipeline()
 
     def after_step(number: int) -> None:
@@ -158,7 +170,7 @@ def test_after_a_layer_move_rows_of_the_old_boundary_are_of_no_use() -> None:
             pipeline.lose(1)
             assert pipeline.scheduler.num_retractions > 0
 
-    assert pipeline.run(make_requests(), after_step) == alone
+    assert pipeline.run(make_requests(), after_step) == without_loss()
 
 
 def test_a_move_after_a_loss_hands_over_whole_pages() -> None:

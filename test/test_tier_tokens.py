@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.forced_drafts import ForcedDrafts
-from support.local_pipeline import LocalPipeline
+from support.local_pipeline import FASTEST, LocalPipeline
 from support.tiered_pipeline import RULES, TieredPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -46,7 +46,7 @@ def conversations(turn: int = 0) -> list[Request]:
 
 @cache
 def without_store(turn: int, kv_cache_dtype: str = "auto") -> list[list[int]]:
-    pipeline = LocalPipeline(tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype)
+    pipeline = LocalPipeline(tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype, **FASTEST)
     return pipeline.run(conversations(turn))
 
 
@@ -62,7 +62,7 @@ class Servers:
         self.folder, self.all = folder, list[TieredPipeline]()
 
     def start(self, layer_counts: tuple[int, ...] = (3, 3), **arguments: Any) -> TieredPipeline:
-        arguments.setdefault("scheduling", PAGES)
+        arguments = FASTEST | {"scheduling": PAGES} | arguments
         model = tiny_model("qwen3")
         self.all.append(TieredPipeline(model, layer_counts, self.folder, **arguments))
         return self.all[-1]
@@ -107,7 +107,7 @@ def test_servers_with_drafts_save_and_load_right_rows_only(
     assert first.serve(conversations()) == answers
     assert 0 < drafts.num_accepted < drafts.num_drafted
 
-    plain = LocalPipeline(tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype)
+    plain = LocalPipeline(tiny_model("qwen3"), (6,), kv_cache_dtype=kv_cache_dtype, **FASTEST)
     expected = plain.run(next_turns(answers))
     second = servers.start((1, 5), kv_cache_dtype=kv_cache_dtype, throttle=CHUNKED)
     drafts = half_wrong_drafts(second, next_turns(answers), expected)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from support.greedy_oracle import count_ties
-from support.local_pipeline import LocalPipeline
+from support.local_pipeline import FASTEST, LocalPipeline
 from support.tiny_models import (
     NUM_LAYERS,
     VOCAB_SIZE,
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
 # Every compiled kernel on, and off.
 KERNELS = {"torch": ("torch", "torch"), "compiled": ("cpu", "cpu")}
+# For what is nothing to a kernel, and is held to transformers in fp32.
+FASTEST_IN_FP32 = FASTEST | {"dtype": "float32"}
 with_and_without_kernels = pytest.mark.parametrize(
     "kernels", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
 )
@@ -73,7 +75,9 @@ def test_under_every_policy_and_number_of_stages(policy, num_stages):
     layer_counts = SPLITS[num_stages][0]
     assert sum(layer_counts) == NUM_LAYERS
     throttle = ThrottleArgs(policy=policy, **CHUNKED)
-    pipeline = LocalPipeline(tiny_model("qwen3"), layer_counts, throttle=throttle, costs=COSTS)
+    pipeline = LocalPipeline(
+        tiny_model("qwen3"), layer_counts, throttle=throttle, costs=COSTS, **FASTEST_IN_FP32
+    )
     requests = make_requests(9)
     pipeline.run(requests)
     assert_greedy("qwen3", requests)
@@ -101,6 +105,7 @@ def test_though_one_target_binds_steps_and_the_other_is_missed(num_stages, targe
         scheduling=SchedulingArgs(page_size=4),
         throttle=throttle,
         costs=COSTS,
+        **FASTEST_IN_FP32,
     )
     requests = make_requests(8, max_new_tokens=40)
     pipeline.run(requests)
@@ -154,6 +159,7 @@ def test_however_waiting_tokens_and_pages_are_counted(accounting, duplicate_pref
             page_size=4, accounting=accounting, duplicate_prefills=duplicate_prefills
         ),
         throttle=ThrottleArgs(**CHUNKED),
+        **FASTEST_IN_FP32,
     )
     requests = make_requests(8)
     pipeline.run(requests)
@@ -193,6 +199,7 @@ def test_under_retraction(num_stages, radix_cache):
         num_pages=34,
         scheduling=scheduling,
         throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
+        **FASTEST_IN_FP32,
     )
     requests = make_requests(8, max_new_tokens=40)
     pipeline.run(requests)
@@ -202,7 +209,9 @@ def test_under_retraction(num_stages, radix_cache):
 
 def test_after_an_abort_in_the_middle_of_a_prefill():
     """What the aborted request wrote must not poison the prefix cache."""
-    pipeline = LocalPipeline(tiny_model("qwen3"), (3, 3), throttle=ThrottleArgs(**CHUNKED))
+    pipeline = LocalPipeline(
+        tiny_model("qwen3"), (3, 3), throttle=ThrottleArgs(**CHUNKED), **FASTEST_IN_FP32
+    )
     aborted, *rest = make_requests(6)[1:]
     pipeline.scheduler.add(aborted)
     assert pipeline.schedule()
@@ -279,7 +288,7 @@ def adjusted_requests(temperature: float) -> list[Request]:
     return requests
 
 
-def crowded_pipeline(layer_counts: tuple[int, ...]) -> LocalPipeline:
+def crowded_pipeline(layer_counts: tuple[int, ...], dtype: str = "float32") -> LocalPipeline:
     """With a pool for about two requests: the others are retracted and computed again."""
     return LocalPipeline(
         tiny_model("qwen3"),
@@ -287,6 +296,7 @@ def crowded_pipeline(layer_counts: tuple[int, ...]) -> LocalPipeline:
         num_pages=34,
         scheduling=SchedulingArgs(page_size=4),
         throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
+        **FASTEST | {"dtype": dtype},
     )
 
 
@@ -308,16 +318,16 @@ def test_with_penalties_biases_and_minimums_under_retraction(num_stages):
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_sampled_tokens_with_penalties_are_the_same_alone_and_after_retraction(num_stages):
     requests = adjusted_requests(temperature=1.0)
-    crowded_pipeline(SPLITS[num_stages][0]).run(requests)
+    crowded_pipeline(SPLITS[num_stages][0], "bfloat16").run(requests)
     assert any(r.num_retractions and r.sampling.penalises_output for r in requests)
-    alone = LocalPipeline(tiny_model("qwen3"), (6,))
+    alone = LocalPipeline(tiny_model("qwen3"), (6,), **FASTEST)
     for request, again in zip(requests, adjusted_requests(temperature=1.0), strict=True):
         assert alone.run([again]) == [request.output_ids]
 
 
 def test_a_bias_forbids_a_token_or_forces_it():
     plain, forbidden, forced = (make_requests(1, max_new_tokens=6)[0] for _ in range(3))
-    pipeline = LocalPipeline(tiny_model("qwen3"), (6,))
+    pipeline = LocalPipeline(tiny_model("qwen3"), (6,), **FASTEST)
     pipeline.run([plain])
     favourite = plain.output_ids[0]
     forbidden.sampling = SamplingSpec(temperature=0.0, logit_bias=((favourite, -100.0),))
@@ -331,9 +341,9 @@ def test_a_bias_forbids_a_token_or_forces_it():
 def test_sampled_tokens_are_the_same_alone_and_in_company_and_after_retraction():
     sampling = SamplingSpec(temperature=1.0, top_p=0.9, seed=11)
     requests = make_requests(8, max_new_tokens=40, sampling=sampling)
-    crowded_pipeline((2, 4)).run(requests)
+    crowded_pipeline((2, 4), "bfloat16").run(requests)
     assert sum(request.num_retractions for request in requests) > 0
-    alone = LocalPipeline(tiny_model("qwen3"), (6,))
+    alone = LocalPipeline(tiny_model("qwen3"), (6,), **FASTEST)
     for request, again in zip(
         requests, make_requests(8, max_new_tokens=40, sampling=sampling), strict=True
     ):

@@ -4,7 +4,8 @@
     make fault-schedules SEEDS=1 FIRST=1234     # one seed again, bit for bit
     make fault-schedules WORLD=disaggregated    # prefill and decode apart
 
-Needs no model, no sockets and no clock. Exits with 1 when a seed failed.
+Needs no model, no sockets and no clock. Exits with 1 when a seed failed, or when in
+`FEWEST_SEEDS` or more of them something that could go wrong hardly did.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from fault_schedules.disaggregated_world import run_disaggregated_seed
+from fault_schedules.rare_events import FEWEST_SEEDS, too_rare_in
 from fault_schedules.world import run_seed
 
 _SEEDS_A_TASK = 50
@@ -79,7 +81,10 @@ def main(argv: list[str] | None = None) -> int:
         f"{done} seeds in {time.monotonic() - started_s:.0f} s: {sentence.format_map(totals)}, "
         f"{len(failed)} seeds failed {failed[:20]}"
     )
-    return 1 if failed else 0
+    rare = too_rare_in(options.world, totals, done) if done >= FEWEST_SEEDS else []
+    for line in rare:
+        print(f"too rare: {line}")
+    return 1 if failed or rare else 0
 
 
 def _results(

@@ -40,6 +40,6 @@ def counts_of(server: VirtualServer) -> Counter[str]:
         offloaded=offloaded,
         ended_early=ended_early,
         stores=server.tier is not None,
-        drafted_tokens=scheduler.drafts.num_drafted,
+        wrong_drafts=scheduler.drafts.num_drafted - scheduler.drafts.num_accepted,
         accepted_drafts=scheduler.drafts.num_accepted,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fault_schedules.disaggregated_world import run_disaggregated_seed
 from fault_schedules.fake_offers import FakeOffers
-from fault_schedules.room_errors import REJECTED
+from fault_schedules.rare_events import FEWEST_SEEDS, too_rare_in
 from support.mutations import Mutation, nothing_is_done, require_found
 
 from sgl_pipeline.disaggregation.decode_rooms import DecodeRooms
@@ -28,48 +28,20 @@ from sgl_pipeline.scheduling.kv_tier import KvTier
 from sgl_pipeline.scheduling.page_loads import PageLoad, PageLoads
 from sgl_pipeline.wire.store_orders import OfferOrder, OfferPages, StoreOrder
 
-# A thousand, these among them, run in CI: `make fault-schedules WORLD=disaggregated`.
-NUM_SEEDS = 250
 # Every mutation below is found much sooner.
 MOST_SEEDS = 250
-# Of what could go wrong, the least that happens, for each seed.
-LEAST = {
-    "clean": 0.1,
-    "patient": 0.25,
-    "steps": 10,
-    "pages": 10,
-    "transferred": 3,
-    "bootstrap_failed": 2,
-    "transfer_failed": 0.4,
-    "computed_here": 0.15,
-    "failed_loads": 0.15,
-    "moves": 1,
-    "recoveries": 0.4,
-    "handovers": 0.15,
-    "lost_workers": 1.5,
-    "deaths": 0.2,
-    "breaks": 0.4,
-    "retractions": 0.1,
-    "stores": 0.2,
-    "offloaded": 0.25,
-    "accepted_drafts": 0.25,
-    "ended_early": 0.08,
-    REJECTED: 0.01,
-}
 
 
 @pytest.mark.slow
 def test_schedules_hold_and_have_what_could_go_wrong() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
+    for seed in range(FEWEST_SEEDS):
         try:
             counts += run_disaggregated_seed(seed).counts
         except Exception as error:
             again = f"make fault-schedules WORLD=disaggregated SEEDS=1 FIRST={seed}"
             raise AssertionError(f"seed {seed} failed, again: {again}") from error
-    assert [name for name in LEAST if counts[name] < LEAST[name] * NUM_SEEDS] == []
-    num_wrong = counts["drafted_tokens"] - counts["accepted_drafts"]
-    assert num_wrong > 0.25 * NUM_SEEDS
+    assert too_rare_in("disaggregated", counts, FEWEST_SEEDS) == []
 
 
 def test_a_seed_replays_bit_for_bit() -> None:

@@ -437,3 +437,11 @@ def test_the_command_prints_a_seed_that_fails(
     assert main(["--seeds", "30", "--processes", "1"]) == 1
     printed = capsys.readouterr().out
     assert "seed " in printed and "Traceback" in printed and "seeds failed [" in printed
+
+
+def test_the_command_fails_where_what_could_go_wrong_hardly_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fault_schedules.__main__.FEWEST_SEEDS", 2)
+    assert main(["--seeds", "2", "--processes", "1"]) == 1
+    assert "too rare: num_grown: 0, at least 0.04 wanted" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -115,11 +116,16 @@ class CpuKernels:
 
 
 def load_cpu_kernels(*extra_flags: str) -> CpuKernels:
-    """The kernels, compiled for this machine by the first caller (some seconds) and cached.
+    """The kernels, compiled for this machine by the first caller (some seconds) and cached; a
+    process asks the compiler once what this machine has.
 
     `extra_flags` of the compiler can forbid instructions that the machine has.
     Raises KernelBuildError when there is no compiler, it fails, or the cache cannot be used.
     """
-    compiler = [*find_compiler(), *extra_flags]
-    library = build_library("cpu_kernels", _SOURCES, _HEADERS, compiler, user_cache_directory())
+    return _load((*find_compiler(), *extra_flags), user_cache_directory())
+
+
+@cache
+def _load(compiler: tuple[str, ...], cache_directory: Path) -> CpuKernels:
+    library = build_library("cpu_kernels", _SOURCES, _HEADERS, compiler, cache_directory)
     return CpuKernels(CompiledFunctions(library))

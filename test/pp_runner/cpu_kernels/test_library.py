@@ -117,6 +117,16 @@ def test_null_goes_only_where_the_header_allows_it() -> None:
 
 
 @pytest.mark.compiler
+def test_the_compiler_is_asked_once_for_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load_cpu_kernels()
+    monkeypatch.setattr("sgl_pipeline.pp_runner.cpu_kernels.library.build_library", pytest.fail)
+    assert load_cpu_kernels() is kernels
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelBuildError, match="no-such-compiler"):
+        load_cpu_kernels()
+
+
+@pytest.mark.compiler
 def test_a_profile_has_the_names_of_compiled_kernels() -> None:
     kernels, rows = CompiledKernels(load_cpu_kernels()), torch.ones(3, 32)
     norm = RmsNorm(torch.ones(32), 1e-6)
