@@ -21,19 +21,20 @@ class InputStaging:
     """Copies arrays of int64 and int32 to the device together.
 
     Args:
-        copy: joins tensors of int64 on the device, and makes later launches wait for it.
+        copy: copies one tensor of int64, and makes later launches wait for it.
     """
 
-    def __init__(self, copy: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+    def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._copy = copy
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> Sequence[torch.Tensor]:
         """The arrays on the device, as views of one tensor."""
-        parts = [torch.from_numpy(_in_words(array)) for array in arrays]
-        copied = self._copy(parts).split([len(part) for part in parts])
+        parts = [_in_words(array) for array in arrays]
+        copied = self._copy(torch.from_numpy(np.concatenate(parts)))
+        places = copied.split_with_sizes([len(part) for part in parts])
         return [
-            part if array.dtype == np.int64 else part.view(torch.int32)[: len(array)]
-            for array, part in zip(arrays, copied, strict=True)
+            place if array.dtype == np.int64 else place.view(torch.int32)[: len(array)]
+            for array, place in zip(arrays, places, strict=True)
         ]
 
 
@@ -59,11 +60,11 @@ class CopyBetweenKernels:
         self._buffers = [_LockedBuffer(device) for _ in range(_NUM_BUFFERS)]
         self._num_copies = 0
 
-    def __call__(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """`parts`, whose own memory may be used again, one behind the other on the device."""
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` [N], whose own memory may be used again, on the device."""
         buffer = self._buffers[self._num_copies % _NUM_BUFFERS]
         self._num_copies += 1
-        return buffer.send(parts)
+        return buffer.send(values)
 
 
 class _LockedBuffer:
@@ -72,14 +73,13 @@ class _LockedBuffer:
         self._memory = torch.empty(0, dtype=torch.int64)
         self._sent = StreamMark(device)
 
-    def send(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """`parts` on the device; waits for the copy of the call before."""
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` on the device; waits for the copy of the call before."""
         self._sent.synchronize()
-        count = sum(map(len, parts))
+        count = len(values)
         if count > len(self._memory):
             self._memory = torch.empty(2 * count, dtype=torch.int64, pin_memory=True)
-        joined = torch.cat(parts, out=self._memory[:count])
-        copied = joined.to(self._device, non_blocking=True)
+        copied = self._memory[:count].copy_(values).to(self._device, non_blocking=True)
         self._sent.record()
         return copied
 

@@ -3,6 +3,7 @@
 The graph is recorded with the wrapper's buffers, which each plan fills anew.
 """
 
+import numpy as np
 import torch
 
 from sgl_pipeline.pp_runner.attention.attention_backend import AttentionShape
@@ -37,8 +38,8 @@ class GraphDecodeAttention:
         self._padding_page = padding_page
         self._indices = indices
         # Of missing rows: their keys, each on a page of its own, and how many pages those are.
-        self._ones = torch.ones(num_rows, dtype=torch.int32)
-        self._counts = torch.arange(1, num_rows + 1, dtype=torch.int32)
+        self._ones = np.ones(num_rows, np.int32)
+        self._counts = np.arange(1, num_rows + 1, dtype=np.int32)
 
     def fits(self, layout: PagedLayout) -> bool:
         """True if the buffers hold the step; requests may share pages, so the pool does not limit
@@ -56,11 +57,11 @@ class GraphDecodeAttention:
         kv_lengths, ones = layout.kv_lengths, self._ones[:missing]
         self._planned.synchronize()
         if missing:
-            page_indptr = torch.cat((page_indptr, page_indptr[-1] + self._counts[:missing]))
-            last_page_lengths = torch.cat((last_page_lengths, ones))
-            kv_lengths = torch.cat((kv_lengths, ones))
             # Behind those that the wrapper copies.
             end = layout.page_indices.numel()
+            page_indptr = _followed_by(page_indptr, end + self._counts[:missing])
+            last_page_lengths = _followed_by(last_page_lengths, ones)
+            kv_lengths = _followed_by(kv_lengths, ones)
             self._indices[end : end + missing].fill_(self._padding_page)
         plan_decodes(
             self._wrapper,
@@ -84,3 +85,8 @@ class GraphDecodeAttention:
         out = torch.empty_like(query)
         self._wrapper.run(query, (key_pages, value_pages), out=out)
         return out
+
+
+def _followed_by(numbers: torch.Tensor, more: np.ndarray) -> torch.Tensor:
+    """Faster than `torch.cat` for a few."""
+    return torch.from_numpy(np.concatenate((numbers.numpy(), more)))

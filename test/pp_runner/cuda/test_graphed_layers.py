@@ -169,7 +169,7 @@ def make_stage(
         mixed_rows=(8, 16),
     )
     eager = EagerLayers(held[0], SameAttention(attentions[0]))
-    upload = InputStaging(CopyBetweenKernels(device) if device.type == "cuda" else torch.cat)
+    upload = InputStaging(CopyBetweenKernels(device) if device.type == "cuda" else torch.clone)
     return Stage(eager, held[0], graphed, held[1], recorder, device, upload)
 
 

@@ -364,8 +364,8 @@ def test_everything_waits_for_what_it_must(work: Work) -> None:
 @pytest.mark.parametrize(
     ("work", "broken", "race"),
     [
-        (upload_steps, forget("synchronize"), "cat of the host writes host memory"),
-        (upload_steps, forget("record"), "cat of the host writes host memory"),
+        (upload_steps, forget("synchronize"), "copy_ of the host writes host memory"),
+        (upload_steps, forget("record"), "copy_ of the host writes host memory"),
         (download_steps, forget("wait_stream"), "copy_ of stream 1 reads"),
         (download_steps, forget("record_stream"), "of the computing stream is free, and stream 1"),
         (download_steps, forget("synchronize"), "tolist of the host reads host memory"),
