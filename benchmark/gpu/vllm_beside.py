@@ -18,8 +18,8 @@ scheduler works inside the measured time, ours does not. `--execution` is what v
 model: `compiled` is its default (torch.compile, CUDA graphs; a minute to start), `graphs` records
 full graphs of decodes without compiling, `eager` has neither.
 
-It has run on an H200: vLLM took 71 s to start with graphs and 91 s compiled, imports included;
-hence the budgets.
+It has run on an H200: vLLM took 91 s to start compiled and 71 s with graphs (by hand), imports
+included; hence the budgets.
 """
 
 import argparse

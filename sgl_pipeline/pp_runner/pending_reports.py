@@ -21,8 +21,8 @@ from sgl_pipeline.wire.step_order import MirroredChunk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
-    """A step of `chunks` that has everything except its activations, and runs `layers`. Before it
-    the stage has computed `replayed` again. The moments are defined by `StageTiming`."""
+    """A step of `chunks` that has all that its `layers` need except its activations. Before it the
+    stage has computed `replayed` again. The moments are defined by `StageTiming`."""
 
     step_id: int
     epoch: int

@@ -109,8 +109,9 @@ class StageRunner:
         if tail is None and model.is_last:
             tail = OutputTail(model.logits, self.device, make_download(self.device))
         self._tail = tail
-        # A GPU computes the layers meanwhile; on a CPU it would be time after them.
-        self._plans_tail_late = self.device.type == "cuda"
+        # A GPU that waits for no rows computes the layers meanwhile. Another one would have been
+        # waiting for them, and on a CPU it is time after them.
+        self._plans_tail_late = self.device.type == "cuda" and self._is_first
         self._log = log
         self._replays = StageReplays(self.stage, self.page_size, self.device, self._layers, log)
         self._mirror = RequestMirror()

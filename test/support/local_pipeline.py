@@ -43,7 +43,8 @@ from sgl_pipeline.wire.stage_orders import OrderReader, StageOrder
 from sgl_pipeline.wire.step_order import MirrorSnapshot, StepOrder
 
 # For tests to which kernels are nothing: where there is a compiler, a step takes a fourth of the
-# time of plain torch in fp32.
+# time of plain torch in fp32. Without one, a last bit of products may differ with AMX, by rows
+# (docs/design/stages.md).
 FASTEST: dict[str, Any] = {
     "dtype": "bfloat16",
     "attention_backend": "auto",

@@ -15,6 +15,7 @@ from sgl_pipeline.pp_runner.page_store.page_transfers import PageTransfers
 from sgl_pipeline.pp_runner.page_store.stage_offers import PeerSite
 from sgl_pipeline.requests import Request
 from sgl_pipeline.scheduling.tier_rules import TierRules
+from sgl_pipeline.step_work import StepTimes
 from sgl_pipeline.wire.move_orders import SwitchPlan
 from sgl_pipeline.wire.store_orders import LoadPages, SavePages, StorePlace, UseStore, offer_door
 
@@ -30,6 +31,10 @@ def host_place(num_pages: int) -> StorePlace:
     return StorePlace(
         backend="host", address="", digest=DIGEST, save_bytes_per_s=1 << 30, host_pages=num_pages
     )
+
+
+def _never(start: int, num_pages: int, load_s: float, times: StepTimes | None) -> bool:
+    return False
 
 
 class TieredPipeline(LocalPipeline):
@@ -57,6 +62,8 @@ class TieredPipeline(LocalPipeline):
         self.transfers = [self._transfers(stage) for stage in range(self.core.plan.num_stages)]
         self.tier = self.scheduler.tier
         self.tier.use(place, rules)
+        # What is loaded must not depend on how busy the machine is: computing is never faster.
+        self.tier.loads._pace.declines = _never  # type: ignore[method-assign]
 
     def work_at_moves(self) -> None:
         self.serve_store()

@@ -28,7 +28,7 @@ class PagedLayout:
     1]]`, the last of which holds `last_page_lengths[c]` tokens, so that `kv_lengths[c]` keys are
     visible to the chunk's last row (and one fewer to each row before it). The first `num_decodes`
     chunks have one row each. `uploaded_pages` are `page_indices` on the stage's device, where they
-    crossed with the step's other arrays.
+    crossed with the step's other arrays; None in a layout that no step's upload brought.
     """
 
     page_size: int

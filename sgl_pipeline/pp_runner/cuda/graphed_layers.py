@@ -47,9 +47,10 @@ MIXED_ROWS = (
     *(64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536),
     *(CHUNK_ROWS, CHUNK_ROWS + 128, CHUNK_ROWS + MAX_GRAPH_DECODES),
 )
-# Of a layer's products. With more of them its kernels take longer than launching them: 0.34 to 0.65
+# Of a layer's products. With more of them its kernels take longer than launching them: 0.34 to 0.88
 # ms on the hosts of two H200s (steps of Qwen3-0.6B without graphs in 2026-11-27_1954_2_gpu.md and
-# 2026-11-27_2305_gpu.md of benchmark/results), and the card does this much in 0.5.
+# 2026-11-27_2305_gpu.md of benchmark/results), and the card does this much in 0.5. A slower card
+# hides its launching sooner: there the last rows with a graph fill steps up for nothing.
 _LAUNCHED_FLOPS = 3e11
 # Page references of a decode graph, for each page of the pool: requests share pages.
 _REFERENCES_PER_PAGE = 4

@@ -2,8 +2,8 @@
 
 For the last stage. It must never let a tensor's memory be used again before the copy has read it,
 nor page-locked memory before the host has: torch's two allocators ensure that, one for each stream
-that a tensor is recorded on, the other for each copy. It has run on an H200; the tests of its order
-have not.
+that a tensor is recorded on, the other for each copy. It and the tests of its order have run
+on an H200.
 """
 
 import contextlib

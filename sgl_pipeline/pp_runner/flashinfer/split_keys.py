@@ -3,7 +3,8 @@
 FA3 gives each head's tile of 128 queries to one multiprocessor. Where there are few of them, most
 of the card waits for a long context. Times are fitted to those of an H200 with 16, 32 and 40 heads
 (`benchmark/results/2026-11-27_1954_gpu.json`), and only their order matters; other Hoppers have
-other numbers of multiprocessors, which are taken to be as fast. Not run on hardware.
+other numbers of multiprocessors, which are taken to be as fast. It has chosen on an
+H200 alone.
 """
 
 from itertools import pairwise

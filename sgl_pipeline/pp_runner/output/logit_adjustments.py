@@ -1,9 +1,8 @@
 """Changes the logits of a step as its requests asked: penalties, logit bias, min_new_tokens.
 
-It is planned from the step's chunks before the activations arrive, and applied to the logits before
-`Sampler.sample`. It keeps nothing between steps: a row's adjustments are a function of its
-request's `SamplingSpec` and output tokens, so that no retraction, restart or neighbor in the
-microbatch can change it.
+It is planned from the step's chunks alone, and applied to the logits before `Sampler.sample`. It
+keeps nothing between steps: a row's adjustments are a function of its request's `SamplingSpec` and
+output tokens, so that no retraction, restart or neighbor in the microbatch can change it.
 
 Shapes: S sampled rows, V vocabulary size, N cells that an adjustment touches.
 """

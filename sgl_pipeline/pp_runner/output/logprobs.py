@@ -1,8 +1,8 @@
 """The log-probabilities that the requests of a step want, from the logits of the last stage.
 
-They are planned from the step's chunks before the activations arrive, computed on the stage's
-device after the sampler, and cut into chunks on the host. The input of each row's log-softmax is
-SGLang's default (`layers/sampler.py`, `layers/logprob_processor.py`):
+They are planned from the step's chunks alone, computed on the stage's device after the sampler, and
+cut into chunks on the host. The input of each row's log-softmax is SGLang's default
+(`layers/sampler.py`, `layers/logprob_processor.py`):
 
 - A row that a token was drawn from: of the logits after penalties, logit bias and masks, over the
   temperature, where the row is not greedy. Top-k, top-p and min-p change nothing. (SGLang asks

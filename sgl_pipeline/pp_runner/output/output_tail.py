@@ -1,8 +1,8 @@
 """The end of the last stage: from the residual stream to tokens and their log-probabilities.
 
-It is planned from the step's chunks before the activations arrive, and drawn when the layers are
-launched. Its result may be pending: a GPU goes on with the next step while the token ids are on
-their way to the host. Keeps nothing between steps.
+It is planned from the step's chunks alone, and drawn when the layers are launched. Its result may
+be pending: a GPU goes on with the next step while the token ids are on their way to the host. Keeps
+nothing between steps.
 
 Shapes: T rows of the step, S sampled rows, H hidden size, V vocabulary size.
 """

@@ -10,7 +10,7 @@ order of copies and steps is kept by events, never by waiting for the device:
 - The thread of the steps never waits. Where it ends the transfers, it has the stream of the steps
   wait for the copies that have begun: at most `LOAD_BUFFERS` + 1 objects.
 
-The order is tested over emulated streams; untested on hardware.
+The order is tested over emulated streams, and has run on an H200, in no server yet.
 """
 
 from collections.abc import Callable, Iterable

