@@ -109,9 +109,7 @@ class StageRunner:
         if tail is None and model.is_last:
             tail = OutputTail(model.logits, self.device, make_download(self.device))
         self._tail = tail
-        # A GPU that waits for no rows computes the layers meanwhile. Another one would have been
-        # waiting for them, and on a CPU it is time after them.
-        self._plans_tail_late = self.device.type == "cuda" and self._is_first
+        self._plans_tail_late = plans_tail_late(self.device, self._is_first)
         self._log = log
         self._replays = StageReplays(self.stage, self.page_size, self.device, self._layers, log)
         self._mirror = RequestMirror()
@@ -272,3 +270,9 @@ class StageRunner:
         layers = self._plans.of(step.step_id, step.epoch).layers_of(self.stage)
         self.held_layers.require(layers, f"step {step.step_id}")
         return layers
+
+
+def plans_tail_late(device: torch.device, is_first: bool) -> bool:
+    """True if a last stage plans its tail behind the launch of its layers: a GPU that waits for no
+    rows computes them meanwhile. Another one has time while it waits, a CPU has none behind."""
+    return device.type == "cuda" and is_first

@@ -12,7 +12,7 @@ from support.tiny_models import tiny_model
 
 from sgl_pipeline.errors import ProtocolError
 from sgl_pipeline.pp_runner.base.step_inputs import StepInputs
-from sgl_pipeline.pp_runner.stage_runner import StageRunner
+from sgl_pipeline.pp_runner.stage_runner import StageRunner, plans_tail_late
 from sgl_pipeline.requests import GREEDY
 from sgl_pipeline.stage_plan import StagePlan
 from sgl_pipeline.wire.step_order import ChunkOrder, MirroredChunk, RequestOpen, StepOrder
@@ -117,3 +117,13 @@ def test_the_tail_of_a_step_is_planned_before_its_tokens_are_drawn(plans_late: b
         first = ["layers", "plan"] if plans_late else ["plan", "layers"]
         assert calls == [*first, f"draw {step_id}", f"result {step_id}"]
         calls.clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "is_first", "is_late"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False), ("cpu", False, False)],
+)
+def test_only_a_gpu_that_waits_for_no_rows_plans_its_tail_late(
+    device: str, is_first: bool, is_late: bool
+) -> None:
+    assert plans_tail_late(torch.device(device), is_first) == is_late
