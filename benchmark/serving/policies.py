@@ -5,11 +5,12 @@
     python -m benchmark.serving.policies --policies throttle,throttle-time --loads offline
 
 Run by hand on a quiet machine; on two cores with AMX a round of all policies and loads takes some
-12 minutes, without AVX-512 and with `--model 0.07b` 25. One server of ours serves them all and
-learns first what its steps take, which all policies then find known; its policy is changed while
-nothing runs. The policies take turns at each load, in an order that turns around from round to
-round (A B, B A), so that runs that are compared lie seconds apart. Prefix caches are off. Rounds
-may be measured by several commands: `--first-round` says which way the first one goes.
+12 minutes, without AVX-512 and with `--model 0.03b` 17, with 0.07b 25. One server of ours serves
+them all and learns first what its steps take, which all policies then find known; its policy is
+changed while nothing runs. The policies take turns at each load, in an order that turns around from
+round to round (A B, B A), so that runs that are compared lie seconds apart. Prefix caches are off.
+Rounds may be measured by several commands: `--first-round` says which way the first one goes, and
+`policies_report` prints the tables of all.
 """
 
 import sys
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmark.serving.against_peers import USUAL_LOADS, WARM_UP
-from benchmark.serving.policies_report import best_table, policy_tables
+from benchmark.serving.policies_report import DEFAULT_POLICY, tables
 from benchmark.support.command import (
     Command,
     Options,
@@ -41,11 +42,10 @@ from benchmark.support.measured_runs import (
 )
 from benchmark.support.paths import SCRATCH
 from benchmark.support.serving_report import Run
-from sgl_pipeline.args import POLICIES, ThrottleArgs, require
+from sgl_pipeline.args import POLICIES, require
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.throttle import POLICY_TABLE
 
-DEFAULT_POLICY = ThrottleArgs().policy
 # A split that was measured anew by each start would make rounds of two commands hard to compare.
 SERVER = f"ours --pp 2 --pp-layer-partition 9,7 --policy {DEFAULT_POLICY}"
 # Steps of all sizes, and enough of them: step times are known after the first fit.
@@ -118,7 +118,7 @@ def _compare(options: Options) -> Report:
                 bar.update()
     return Report(
         name="policies",
-        texts=[best_table(runs, DEFAULT_POLICY), *policy_tables(runs)],
+        texts=tables(runs, DEFAULT_POLICY),
         facts={
             "server": {options.model: options.server, "prefix caches": "off"},
             "rounds": {"numbers": ", ".join(map(str, rounds))},

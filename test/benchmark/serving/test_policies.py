@@ -1,14 +1,19 @@
 """What the comparison of policies says of made-up runs."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import msgspec
 import pytest
 from support.step_records import step_record
 
+from benchmark.serving import policies_report
 from benchmark.serving.policies import FIRST, UnderPolicy, limit_problem, main
-from benchmark.serving.policies_report import best_table
+from benchmark.serving.policies_report import beaten_table, best_table
+from benchmark.support.dated_result import write_record
 from benchmark.support.serving_report import METRICS, Run
+from sgl_pipeline.goodput import RequestLatency
 
 DEFAULT = "throttle-time"
 
@@ -26,7 +31,11 @@ def run(policy: str, round_number: int, tokens_per_s: float, ttft_ms: float) -> 
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
-    lines = best_table({"offline": runs}, DEFAULT).splitlines()[2:]
+    return cells(best_table({"offline": runs}, DEFAULT))
+
+
+def cells(table: str) -> list[list[str]]:
+    lines = table.splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -47,6 +56,48 @@ def test_the_best_has_the_most_tokens_and_the_least_time() -> None:
 def test_a_slower_first_token_is_behind() -> None:
     first = rows([run("sarathi", 1, 1.0, 200.0), run(DEFAULT, 1, 1.0, 230.0)])[1]
     assert first[2:] == ["sarathi", "200.0", "230.0", "15.0", "15.0"]
+
+
+def test_goodput_is_within_the_medians_of_all_requests() -> None:
+    late, soon = RequestLatency(300.0, 40.0), RequestLatency(100.0, 20.0)
+    one_token = RequestLatency(200.0, None)
+    own = replace(run(DEFAULT, 1, 1.0, 1.0), latencies=(late, late, one_token))
+    other = replace(run("sarathi", 1, 1.0, 1.0), latencies=(soon, soon, late))
+    # TTFT has the median 250 ms, TPOT 40: one of three requests against two of three.
+    shares = rows([own, other])[3]
+    assert shares[1:] == [
+        *("% within TTFT 250 ms, TPOT 40 ms", "sarathi"),
+        *("66.7", "33.3", "33.3", "33.3"),
+    ]
+
+
+def test_a_policy_beats_the_default_where_it_is_better_and_nowhere_worse() -> None:
+    own = [run(DEFAULT, number, 100.0, 200.0) for number in (1, 2, 3)]
+    gains, losses = (103.0, 101.0, 104.0), (200.0, 200.5, 201.0)
+    faster = [
+        run("sarathi", number, tokens_per_s, ttft_ms)
+        for number, tokens_per_s, ttft_ms in zip((3, 1, 2), gains, losses, strict=True)
+    ]
+    (row,) = cells(beaten_table({"offline": [*own, *faster]}, DEFAULT))
+    assert row == ["offline", "sarathi", "+3.0 (3 of 3)", "-0.2 (0 of 3)", "+0.0 (0 of 3)"]
+    # A first token that is 1 % later is a trade.
+    later = [run("no-ut", one.round, 110.0, 202.0) for one in own]
+    alike = [run("throttle", one.round, 102.0, 200.0) for one in own]
+    told = beaten_table({"offline": [*own, *later, *alike]}, DEFAULT)
+    assert told == "No policy beats `throttle-time` at any load."
+
+
+def test_rounds_of_two_records_count_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = []
+    for name, tokens_per_s in (("first", 90.0), ("second", 110.0)):
+        runs = [asdict(run(policy, 1, tokens_per_s, 200.0)) for policy in (DEFAULT, "sarathi")]
+        path = write_record(tmp_path / name, {"runs": {"offline": runs}})
+        records.append(str(path))
+    assert policies_report.main(records) == 0
+    said = capsys.readouterr().out
+    assert "| offline | total tok/s | throttle-time | 100.0 | 100.0 | 0.0 | 0.0, 0.0 |" in said
 
 
 def test_a_policy_is_changed_before_its_load() -> None:
