@@ -16,6 +16,7 @@ Rounds may be measured by several commands: `--first-round` says which way the f
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from benchmark.serving.against_peers import USUAL_LOADS, WARM_UP
 from benchmark.serving.policies_report import DEFAULT_POLICY, tables
@@ -124,7 +125,9 @@ def _compare(options: Options) -> Report:
             "rounds": {"numbers": ", ".join(map(str, rounds))},
             "loads": {name: str(USUAL_LOADS[name]) for name in loads},
         },
-        record={"runs": {name: [asdict(run) for run in of_load] for name, of_load in runs.items()}},
+        record={
+            "runs": {name: [_recorded(run) for run in of_load] for name, of_load in runs.items()}
+        },
         problems=problems,
     )
 
@@ -149,6 +152,12 @@ def limit_problem(policy: str, records: Sequence[StepRecord]) -> str | None:
     if by_time == len(records) * POLICY_TABLE[policy].budgets_time:
         return None
     return f"{policy}: {by_time} of {len(records)} steps were limited by time"
+
+
+def _recorded(run: Run) -> dict[str, Any]:
+    """A record has thousands of latencies: microseconds would make it too large."""
+    latencies = [[value and round(value, 2) for value in one] for one in run.latencies]
+    return asdict(run) | {"latencies": latencies}
 
 
 def _throughputs(runs: Sequence[Run]) -> str:

@@ -28,7 +28,7 @@ JUDGED = {"total_throughput": True, "mean_ttft_ms": False, "mean_tpot_ms": False
 
 
 class Measure(NamedTuple):
-    """What policies are compared by: `values[policy][i]` in their i-th rounds. Of a share (in per
+    """Compares policies in one respect: `values[policy][i]` in their i-th rounds. Of a share (in per
     cent, and more is better) distances are differences."""
 
     name: str
@@ -39,10 +39,9 @@ class Measure(NamedTuple):
     def gains(self, policy: str, over: str) -> list[float]:
         """By how much `policy` is better than `over` in each round: in per cent of `over`, or in
         points."""
+        sign = 1 if self.more_is_better else -1
         return [
-            (own - other)
-            * (1 if self.more_is_better else -1)
-            / (1 if self.is_share else other / 100)
+            sign * (own - other) / (1 if self.is_share else other / 100) + 0.0  # never -0.0
             for own, other in zip(self.values[policy], self.values[over], strict=True)
         ]
 
@@ -125,7 +124,7 @@ def beaten_table(runs: Mapping[str, Sequence[Run]], default: str) -> str:
 
 
 def measures(runs: Sequence[Run]) -> list[Measure]:
-    """Those of a load's runs. Goodput is the share of requests that are within the medians of TTFT
+    """The measures of a load's runs. Goodput is the share of requests that are within the medians of TTFT
     and TPOT of all policies' requests."""
     ordered = sorted(runs, key=lambda run: run.round)
     found = [
