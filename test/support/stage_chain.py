@@ -22,6 +22,7 @@ from sgl_pipeline.pp_runner.kernel_choice import (
 )
 from sgl_pipeline.pp_runner.model.held_layers import HeldLayers
 from sgl_pipeline.pp_runner.model.model_spec import ModelSpec, read_model_spec
+from sgl_pipeline.pp_runner.model.stage_model import StageModel
 from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.requests import GREEDY, Request, SamplingSpec, StopRules
 from sgl_pipeline.stage_plan import StagePlan
@@ -38,8 +39,8 @@ def new_request(prompt_ids: Sequence[int], sampling: SamplingSpec = GREEDY) -> R
 class StageChain:
     """All stages of a model on a CPU, each with its own KV pool.
 
-    `spec` is that of our own layers by default. `logits` holds, for each request, the logits row
-    [V] of every token that was sampled from it.
+    `spec` is that of our own layers by default, `stages` are loaded where none are given. `logits`
+    holds, for each request, the logits row [V] of every token that was sampled from it.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StageChain:
         quantization: str | None = None,
         context_length: int | None = None,
         spec: ModelSpec | None = None,
+        stages: Sequence[StageModel] = (),
     ) -> None:
         if spec is None:
             spec = read_model_spec(path, quantization, context_length=context_length)
@@ -68,7 +70,7 @@ class StageChain:
         choice = choose_attention_backend(attention, shapes[0])
         layer_kernels = choose_layer_kernels(kernels, dtype, CPU, self.spec.quantization)
         self._attention = make_stage_attention(choice, shapes)
-        self.stages = [
+        self.stages = stages or [
             load_stage_model(
                 self.spec,
                 path,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,11 @@ def command_of(stage: int, num_stages: int, rendezvous: str) -> list[str]:
     return [sys.executable, "-c", STAGE, str(stage), str(num_stages), rendezvous]
 
 
+def run_stage(*words: str) -> None:
+    sys.argv[1:] = words
+    exec(STAGE, {})
+
+
 def require_all_end_well(stages: list["subprocess.Popen[str]"]) -> None:
     try:
         assert [process.wait(TIMEOUT_S) for process in stages] == [0] * len(stages)
@@ -85,8 +91,19 @@ def test_distributed_link_carries_rows_over_a_group_for_each_boundary(
     rendezvous: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    commands = [command_of(stage, 3, rendezvous) for stage in range(3)]
-    require_all_end_well([subprocess.Popen(command, text=True) for command in commands])
+    stages = [
+        get_context("fork").Process(target=run_stage, args=(str(stage), "3", rendezvous))
+        for stage in range(3)
+    ]
+    for process in stages:
+        process.start()
+    try:
+        for process in stages:
+            process.join(TIMEOUT_S)
+        assert [process.exitcode for process in stages] == [0] * 3
+    finally:
+        for process in stages:
+            process.kill()
 
 
 def test_stage_0_names_the_address_at_which_it_cannot_listen() -> None:

@@ -76,8 +76,10 @@ def assert_same_tokens(chain: StageChain, name: str, request) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_MODELS)
-def test_greedy_tokens_equal_transformers_for_every_split(name):
-    for split in SPLITS:
+def test_greedy_tokens_equal_transformers_in_two_splits(name):
+    """Each split is that of several models."""
+    first = TINY_MODELS.index(name) % len(SPLITS)
+    for split in (SPLITS[first], SPLITS[first - 1]):
         chain = StageChain(tiny_model(name), split)
         request = new_request(prompts()[0])
         chain.generate(request, NUM_NEW_TOKENS)
@@ -93,10 +95,11 @@ def test_compiled_kernels_give_the_tokens_of_transformers(name):
     assert_same_tokens(chain, name, request)
 
 
+# Each length of chunks meets each model and each size of pages.
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-moe", "glm4"])
-@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("chunk_length", [1, 7, 16])
-def test_chunked_prefill_gives_the_tokens_of_whole_prefill(page_size, chunk_length, name):
+def test_chunked_prefill_gives_the_tokens_of_whole_prefill(chunk_length, name):
+    page_size = 16 if (chunk_length == 7) == (name == "glm4") else 1
     chain = StageChain(tiny_model(name), (3, 3), page_size=page_size)
     request = new_request(prompts()[0])
     chain.generate(request, NUM_NEW_TOKENS, chunk_length)
