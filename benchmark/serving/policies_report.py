@@ -28,8 +28,8 @@ JUDGED = {"total_throughput": True, "mean_ttft_ms": False, "mean_tpot_ms": False
 
 
 class Measure(NamedTuple):
-    """Compares policies in one respect: `values[policy][i]` in their i-th rounds. Of a share (in per
-    cent, and more is better) distances are differences."""
+    """Compares policies in one respect: `values[policy][i]` in their i-th rounds. Of a share (in
+    per cent, and more is better) distances are differences."""
 
     name: str
     values: dict[str, list[float]]
@@ -124,8 +124,8 @@ def beaten_table(runs: Mapping[str, Sequence[Run]], default: str) -> str:
 
 
 def measures(runs: Sequence[Run]) -> list[Measure]:
-    """The measures of a load's runs. Goodput is the share of requests that are within the medians of TTFT
-    and TPOT of all policies' requests."""
+    """The measures of a load's runs. Goodput is the share of requests that are within the medians
+    of TTFT and TPOT of all policies' requests."""
     ordered = sorted(runs, key=lambda run: run.round)
     found = [
         Measure(
