@@ -3,8 +3,8 @@
     python -m benchmark.recovery.faulty_server --pp 2 ...   # flags as of sgl_pipeline.launch_server
 
 Started by `hurt_stages.py`, which writes what is wanted into the file that the environment variable
-names (`ask_for`). Links have buffers of a few messages (`faulty_nursery.py`). CPU only: the scheduler
-process is a fork of this one.
+names (`ask_for`). Links have buffers of a few messages (`faulty_nursery.py`). CPU only: the
+scheduler process is a fork of this one.
 """
 
 import os

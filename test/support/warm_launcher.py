@@ -105,13 +105,14 @@ def _main(control: socket.socket) -> None:
     die_with_parent()
     set_environment(tempfile.gettempdir())
     prepare_imports()
+    from support.forked_nursery import ForkedNursery
+
     import sgl_pipeline.launch_server
     import sgl_pipeline.managers.command_line.server_args
     import sgl_pipeline.managers.entrance.http_front
     import sgl_pipeline.managers.forked_children
     import sgl_pipeline.pp_runner.stage_worker  # noqa: F401
     from sgl_pipeline.managers.stages.stage_processes import StageProcesses
-    from support.forked_nursery import ForkedNursery
 
     StageProcesses.nursery_type = ForkedNursery
     gc.collect()

@@ -1,8 +1,9 @@
 """Owns the stage worker processes for the main process: starts them, and makes sure that they end.
 
 They start before the main process imports SGLang, so that torch is imported on other cores
-meanwhile; on CPUs by one process, of which the workers are forks (`nursery.py`). They wait for the scheduler process, which binds the address that they connect to. Must
-import neither torch nor sglang.
+meanwhile; on CPUs by one process, of which the workers are forks (`nursery.py`). They wait for the
+scheduler process, which binds the address that they connect to. Must import neither torch nor
+sglang.
 """
 
 import os

@@ -45,9 +45,7 @@ def test_it_is_up_when_its_own_request_is_answered_and_ends_otherwise(
     monkeypatch.setattr(
         warm_up, "get_global_state", lambda: SimpleNamespace(tokenizer_manager=manager)
     )
-    monkeypatch.setattr(
-        warm_up, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
-    )
+    monkeypatch.setattr(warm_up, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
     monkeypatch.setattr(warm_up, "ssl_verify_of", lambda arguments: False)
     monkeypatch.setattr(warm_up, "kill_process_tree", ended.append)
     with server(code) as (port, keys):

@@ -40,8 +40,9 @@ def test_the_first_workers_are_forks_and_none_is_left_when_they_are_closed(
     assert [one[one.index("--worker") + 1] for one in words] == ["0", "1", "2"]
     stages.start(3, 2, forks=True)
     assert stages.pids == tuple(pids)
+    watched = [WatchedProcess(pid) for pid in (nursery, *pids)]
     stages.close()
-    assert not any(psutil.pid_exists(pid) for pid in (nursery, *pids))
+    assert all(one.wait(1.0) for one in watched)
 
 
 def test_workers_on_gpus_take_the_place_of_forks(stages: StageProcesses) -> None:
