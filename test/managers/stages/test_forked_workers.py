@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.live_server import wait_until
 
 from sgl_pipeline.managers.stages.main_process_workers import (
     MainProcessWorkers,
@@ -26,6 +27,13 @@ def stages(tmp_path: Path) -> Iterator[StageProcesses]:
     stages.close()
 
 
+def number_of(worker: psutil.Process) -> str:
+    """From its title, which it has a moment after its process id is known."""
+    wait_until(lambda: "--worker" in " ".join(worker.cmdline()))
+    words = " ".join(worker.cmdline()).split()
+    return words[words.index("--worker") + 1]
+
+
 def test_the_first_workers_are_forks_and_none_is_left_when_they_are_closed(
     stages: StageProcesses,
 ) -> None:
@@ -36,8 +44,7 @@ def test_the_first_workers_are_forks_and_none_is_left_when_they_are_closed(
     workers = [psutil.Process(pid) for pid in pids]
     (nursery,) = {one.ppid() for one in workers}
     assert psutil.Process(nursery).ppid() == os.getpid()
-    words = [" ".join(one.cmdline()).split() for one in workers]
-    assert [one[one.index("--worker") + 1] for one in words] == ["0", "1", "2"]
+    assert [number_of(one) for one in workers] == ["0", "1", "2"]
     stages.start(3, 2, forks=True)
     assert stages.pids == tuple(pids)
     watched = [WatchedProcess(pid) for pid in (nursery, *pids)]
