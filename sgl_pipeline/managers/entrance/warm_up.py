@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _LISTEN_S, _LISTEN_POLL_S = 20.0, 0.05  # seconds
 _ANSWER_TIMEOUT_S = 600.0
-_BODY = {
+_BODY: dict[str, Any] = {
     "text": "The capital city of France is",
     "sampling_params": {"temperature": 0, "max_new_tokens": 8},
 }
