@@ -3,8 +3,8 @@
     python -m benchmark.recovery.faulty_server --pp 2 ...   # flags as of sgl_pipeline.launch_server
 
 Started by `hurt_stages.py`, which writes what is wanted into the file that the environment variable
-names (`ask_for`). Links have buffers of a few messages (`faulty_stage.py`). CPU only: the scheduler
-process is a fork of this one.
+names (`ask_for`). Links have buffers of a few messages (`faulty_nursery.py`). CPU only: the
+scheduler process is a fork of this one.
 """
 
 import os
@@ -86,10 +86,10 @@ def _wanted(faults: tuple[str, ...]) -> str | None:
 def main() -> None:
     """Serves as `sgl_pipeline.launch_server` does."""
     from sgl_pipeline import launch_server
-    from sgl_pipeline.managers.stages import stage_launcher, stage_processes
+    from sgl_pipeline.managers.stages import nursery, stage_launcher
 
     stage_launcher.SchedulerChannel = FaultyChannel  # type: ignore[misc]
-    stage_processes.StageProcesses.module = "benchmark.recovery.faulty_stage"
+    nursery.Nursery.module = "benchmark.recovery.faulty_nursery"
     sys.argv[0] = "sgl_pipeline.launch_server"
     launch_server.run_and_exit()
 

@@ -7,7 +7,7 @@ be killed with its parent.
 import os
 import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sgl_pipeline.args import PipelineArgs
@@ -57,7 +57,6 @@ def _enter_child(parent_pid: int, function: Callable[..., None], *arguments: Any
 
 def run_scheduler(
     pipeline_args: PipelineArgs,
-    stage_pids: Sequence[int],
     worker_pipe: "Connection[Any, Any]",
     *upstream: Any,
     **more: Any,
@@ -72,7 +71,7 @@ def run_scheduler(
         from sgl_pipeline.managers.hosts.cluster_workers import ClusterWorkers
 
         source = ClusterWorkers(pipeline_args, local)
-    run_scheduler_process(pipeline_args, stage_pids, source, *upstream, **more)
+    run_scheduler_process(pipeline_args, local.first_pids, source, *upstream, **more)
 
 
 def run_detokenizer(*upstream: Any, **more: Any) -> None:

@@ -71,16 +71,12 @@ def upstream_functions(
 
     def start_front(*arguments: Any, **more: Any) -> Any:
         """Upstream calls it when it has started its children."""
-        if args.stages.device == "cpu" and args.recovery.mode == "auto":
-            stages.keep_nursery()
         serve_worker_requests(own_pipe_end, stages)
         head.keep_ray()
         return init_tokenizer_manager(*arguments, TokenizerManagerClass=tokenizer_manager, **more)
 
     return {
         "init_tokenizer_manager_func": start_front,
-        "run_scheduler_process_func": ChildEntry(
-            run_scheduler, args, stages.pids, scheduler_pipe_end
-        ),
+        "run_scheduler_process_func": ChildEntry(run_scheduler, args, scheduler_pipe_end),
         "run_detokenizer_process_func": ChildEntry(run_detokenizer),
     }

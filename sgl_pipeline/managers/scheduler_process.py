@@ -68,7 +68,7 @@ PROCESS_TITLE = "sgl_pipeline::scheduler"  # in the manner of upstream's sglang:
 
 def run_scheduler_process(
     args: PipelineArgs,
-    stage_pids: Sequence[int],
+    stage_pids: Callable[[], Sequence[int]],
     worker_source: WorkerSource,
     server_args: Any,
     port_args: Any,
@@ -83,7 +83,7 @@ def run_scheduler_process(
     Args:
         args: ours. After the next two, the arguments are those of upstream's scheduler; the ranks
             are all zero, because upstream is resolved at one process.
-        stage_pids: process ids of the stage workers, by number.
+        stage_pids: waits for the first stage workers; their process ids, by number.
         worker_source: starts more workers.
         pipe_writer: gets the ready message that upstream's main process waits for.
     """
@@ -107,7 +107,7 @@ def run_scheduler_process(
 
 def _serve(
     args: PipelineArgs,
-    stage_pids: Sequence[int],
+    stage_pids: Callable[[], Sequence[int]],
     worker_source: WorkerSource,
     server_args: Any,
     port_args: Any,
@@ -129,7 +129,7 @@ def _serve(
         # size from their pools.
         has_folder = args.tiers.backend not in (None, HOST_BACKEND)
         opened = store_opener(args, model.spec)(args.tiers) if has_folder else None
-        launcher = _launcher(args, model.spec, stage_pids, context, worker_source, predictor)
+        launcher = _launcher(args, model.spec, stage_pids(), context, worker_source, predictor)
         stack.callback(launcher.stop)
         stack.callback(grammars.close)
         capacity = launcher.start()
@@ -281,7 +281,7 @@ def _tier_driver(
 def _grammars(
     args: PipelineArgs, limits: ModelLimits, tokenizer: Any, poller: zmq.Poller
 ) -> GrammarQueue | NoGrammars:
-    """Structured output, as far as flags and model allow it; its compiler is not started yet."""
+    """Structured output, as far as flags and model allow it."""
     options = args.grammars
     if not options.enabled:
         return NoGrammars("structured output is off: the server runs with --grammar-backend none")
@@ -299,8 +299,10 @@ def _grammars(
         max_seconds=options.compile_seconds,
         max_memory_mib=options.compile_memory_mib,
     )
+    client = GrammarCompilerClient(setup, poller)
+    client.fork()  # before this process has a thread, such as zmq's
     return GrammarQueue(
-        GrammarCompilerClient(setup, poller),
+        client,
         vocabulary,
         options.match_ms_per_token,
         args.scheduling.waiting_timeout_s,

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmark"
 # Processes that a command starts.
-STARTED = {"faulty_server", "faulty_stage", "page_viewers", "load_client", "enter", "switch"}
+STARTED = {"faulty_server", "faulty_nursery", "page_viewers", "load_client", "enter", "switch"}
 STARTED |= {"sglang_cpu", "transformers_serve", "openvino_serve"}
 COMMANDS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)

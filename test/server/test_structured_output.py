@@ -27,6 +27,7 @@ from support.live_server import LiveServer, live_server, wait_until
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sgl_pipeline.managers.command_line.model_files import DEMO_MODEL
+from sgl_pipeline.managers.grammars import compiler
 
 pytestmark = pytest.mark.multiproc
 
@@ -176,6 +177,11 @@ def test_a_forced_tool_call_streams(server: LiveServer) -> None:
         "".join(call.function.arguments or "" for call in calls if call.function)
     )
     assert [type(arguments[name]) for name in ("a", "b")] == [int, int]
+
+
+def test_the_compiler_is_a_fork_and_imports_nothing_again(server: LiveServer) -> None:
+    titles = [" ".join(one.cmdline()).split()[0] for one in server.scheduler().children()]
+    assert compiler.__name__ in titles
 
 
 def test_a_complete_grammar_ends_with_the_token_that_ends_it(server: LiveServer) -> None:

@@ -86,7 +86,8 @@ def _read_arguments(
     """Reads the keywords while the workers start."""
     early = read_early_options(_early_words(arguments))
     if early is not None and early.cluster.num_hosts == 1:
-        stages.start_unchecked(early.num_stages, 1, early.cpu_threads)
+        forks = early.device == "cpu"
+        stages.start_unchecked(early.num_stages, 1, early.cpu_threads, forks=forks)
     quiet_start.begin()
     prepare_imports()
     from sgl_pipeline.managers.command_line.keyword_arguments import parse_keywords
@@ -94,7 +95,8 @@ def _read_arguments(
     plan = parse_keywords({"log_level": LOG_LEVEL, **arguments})
     quiet_start.end()
     args = dataclasses.replace(plan.pipeline, run_directory=run_directory, ui="off")
-    stages.start(args.stages.num_stages, args.stages.cpu_threads)
+    forks = args.stages.device == "cpu"
+    stages.start(args.stages.num_stages, args.stages.cpu_threads, forks=forks)
     return plan, args
 
 

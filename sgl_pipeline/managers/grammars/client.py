@@ -6,12 +6,18 @@ another one. Nothing here waits.
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import traceback
+from typing import NoReturn
 
+import psutil
 import zmq
+from setproctitle import setproctitle
 
+from sgl_pipeline.managers.grammars import compiler
 from sgl_pipeline.managers.grammars.channel import (
     CancelJob,
     CompileJob,
@@ -38,10 +44,23 @@ class GrammarCompilerClient:
     def __init__(self, setup: CompilerSetup, poller: zmq.Poller) -> None:
         self._setup = setup
         self._poller = poller
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | psutil.Process | None = None
         self._stream: MessageStream | None = None
         self._open_jobs: set[int] = set()
         self._num_jobs = 0
+
+    def fork(self) -> None:
+        """Starts the process as a fork of this one, which has imported xgrammar; while this one has
+        more threads than one, of which another could hold a lock, it does nothing."""
+        if len(os.listdir("/proc/self/task")) > 1:
+            return
+        scheduler = os.getpid()
+        ours, theirs = socket.socketpair()
+        if (pid := os.fork()) == 0:
+            ours.close()
+            _become_compiler(theirs, scheduler)
+        self._process = psutil.Process(pid)
+        self._talk(ours, theirs)
 
     def start(self) -> None:
         """Starts the process, unless it runs. It takes seconds to be ready; jobs wait in it."""
@@ -54,6 +73,9 @@ class GrammarCompilerClient:
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
         )
+        self._talk(ours, theirs)
+
+    def _talk(self, ours: socket.socket, theirs: socket.socket) -> None:
         theirs.close()
         self._stream = MessageStream(ours, FromCompiler)
         self._poller.register(self._stream, zmq.POLLIN)
@@ -94,7 +116,7 @@ class GrammarCompilerClient:
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
             self._process.kill()
             self._process.wait()
         self._process = self._stream = None
@@ -113,3 +135,15 @@ class GrammarCompilerClient:
         lost = [FailedJob(job_id, message, is_final=False) for job_id in sorted(self._open_jobs)]
         self._open_jobs.clear()
         return list(lost)
+
+
+def _become_compiler(own_socket: socket.socket, scheduler: int) -> NoReturn:
+    """The work of a fork of the process `scheduler`, from its start to its end."""
+    try:
+        setproctitle(compiler.__name__)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        compiler.serve(own_socket, scheduler)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)

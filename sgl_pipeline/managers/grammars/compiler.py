@@ -1,8 +1,8 @@
 """The grammar compiler process: compiles each grammar in a child of its own, which can be killed.
 
-A process that imports xgrammar once (seconds: torch comes along), has a single thread, and forks
-for every compile, so that a compile which takes too long or too much memory, or crashes, ends alone
-and costs the next one nothing. It never sees a request, and no user's step waits for it.
+A process that has imported xgrammar, has a single thread, and forks for every compile, so that a
+compile which takes too long or too much memory, or crashes, ends alone and costs the next one
+nothing. It never sees a request, and no user's step waits for it.
 """
 
 import argparse
@@ -174,9 +174,14 @@ def main() -> None:
     parser.add_argument("--socket", type=int, required=True, help="Inherited file descriptor.")
     parser.add_argument("--parent", type=int, required=True, help="Process to end with.")
     options = parser.parse_args()
-    die_with_parent(options.parent)
+    serve(socket.socket(fileno=options.socket), options.parent)
+
+
+def serve(own_socket: socket.socket, parent: int) -> None:
+    """Compiles for the process `parent`, at the other end of the socket, until that is closed."""
+    die_with_parent(parent)
     os.nice(_NICENESS)
-    stream = MessageStream(socket.socket(fileno=options.socket), ToCompiler)
+    stream = MessageStream(own_socket, ToCompiler)
     try:
         messages: list[ToCompiler] = []
         while not messages:

@@ -26,6 +26,7 @@ class EarlyOptions:
     cache_dir: str | None
     load_format: str
     num_stages: int
+    device: str
     cpu_threads: int | None
 
 
@@ -50,6 +51,7 @@ def read_early_options(argv: Sequence[str]) -> EarlyOptions | None:
         options.download_dir,
         weight_format(options.load_format, options.model_path),
         options.pp_size,
+        options.device,
         options.cpu_threads_per_stage,
     )
 
@@ -57,7 +59,8 @@ def read_early_options(argv: Sequence[str]) -> EarlyOptions | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_early_flags(parser, ClusterArgs)
-    add_early_flags(parser, StageArgs, "model_path", "load_format", "num_stages", "cpu_threads")
+    add_early_flags(parser, StageArgs, "model_path", "load_format", "num_stages", "device")
+    add_early_flags(parser, StageArgs, "cpu_threads")
     # SGLang's, of which `args/` keeps nothing.
     for name in ("--config", "--revision", "--download-dir"):
         parser.add_argument(name)

@@ -6,7 +6,7 @@ msgspec structs, never pickles.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +28,14 @@ class _Started(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
+class _TellFirst(msgspec.Struct, frozen=True, tag=True):
+    """Answered with `_First`."""
+
+
+class _First(msgspec.Struct, frozen=True, tag=True):
+    pids: tuple[int, ...]
+
+
 class _Refused(msgspec.Struct, frozen=True, tag=True):
     worker: int
     reason: str
@@ -38,6 +46,12 @@ class MainProcessWorkers:
 
     def __init__(self, pipe: "Connection[bytes, bytes]") -> None:
         self._pipe = pipe
+
+    def first_pids(self) -> Sequence[int]:
+        """Process ids of the workers that the main process has started by itself, by number. Waits
+        until they are there; to be called before any is asked for."""
+        self._pipe.send_bytes(msgspec.msgpack.encode(_TellFirst()))
+        return msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_First).pids
 
     def start_worker(self, worker: int) -> None:
         self._pipe.send_bytes(msgspec.msgpack.encode(_StartWorker(worker)))
@@ -84,9 +98,12 @@ def serve_worker_requests(
     def serve() -> None:
         while True:
             try:
-                asked = msgspec.msgpack.decode(pipe.recv_bytes(), type=_StartWorker)
+                asked = msgspec.msgpack.decode(pipe.recv_bytes(), type=_StartWorker | _TellFirst)
             except EOFError:
                 threading.Event().wait()
+            if isinstance(asked, _TellFirst):
+                pipe.send_bytes(msgspec.msgpack.encode(_First(processes.pids)))
+                continue
             answer: _Started | _Refused
             try:
                 pid = processes.start_another(asked.worker)

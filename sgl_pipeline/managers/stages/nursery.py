@@ -1,7 +1,7 @@
 """The main process's end of the nursery, the process that forks workers (`worker_nursery.py`).
 
-A worker that must import torch takes seconds to start, more on a busy machine; a fork takes a
-hundredth of a second.
+A worker that must import torch takes seconds of a core to start; a fork takes a hundredth of a
+second.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from sgl_pipeline.managers.stages.worker_nursery import MOST_BYTES, READY
 
@@ -24,12 +25,35 @@ class Nursery:
         environment: of the workers.
     """
 
+    module = "sgl_pipeline.managers.stages.worker_nursery"
+
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
         self._socket: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkingProcess | None = None
         self._is_ready = False
+        self._num_ordered = 0
+        self._ordered_pids: tuple[int, ...] = ()
         self._start()
+
+    def order(self, workers: Sequence[Sequence[str]]) -> None:
+        """Asks for workers with these arguments, once and before any other, without waiting."""
+        assert self._socket is not None
+        self._num_ordered = len(workers)
+        with contextlib.suppress(OSError):  # ended, which `ordered_pids` notices
+            for arguments in workers:
+                self._socket.send(json.dumps([*arguments]).encode())
+
+    def ordered_pids(self) -> tuple[int, ...]:
+        """Waits for the workers of `order`; their process ids. A nursery that has ended before it
+        had them all stands for each: whoever watches a worker sees its end."""
+        process = self._process
+        assert process is not None
+        try:
+            self._has_become_ready(waits=True)
+        except (OSError, ValueError):
+            return (process.pid,) * self._num_ordered
+        return self._ordered_pids
 
     def fork(self, arguments: Sequence[str]) -> int | None:
         """The process id of a new worker with these arguments; None if the nursery is not ready
@@ -45,34 +69,58 @@ class Nursery:
             self._start()
             return None
 
-    def _has_become_ready(self) -> bool:
+    def _has_become_ready(self, *, waits: bool = False) -> bool:
         assert self._socket is not None
         if not self._is_ready:
-            self._socket.settimeout(0.0)
+            self._socket.settimeout(None if waits else 0.0)
             with contextlib.suppress(BlockingIOError):
                 if self._socket.recv(MOST_BYTES) != READY:
                     raise OSError("the nursery has ended")
+                self._socket.settimeout(None)
+                pids = [int(self._socket.recv(MOST_BYTES)) for _ in range(self._num_ordered)]
+                self._ordered_pids = tuple(pids)
                 self._is_ready = True
             self._socket.settimeout(_ANSWER_TIMEOUT_S)
         return self._is_ready
 
     def _start(self) -> None:
-        self._is_ready = False
+        self._is_ready, self._num_ordered = False, 0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "sgl_pipeline.managers.stages.worker_nursery"]
-        command += ["--parent", str(os.getpid()), "--socket", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command,
-            env=dict(self._environment),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
+        self._process = self._launch(theirs.fileno(), self._environment)
         theirs.close()
 
+    def _launch(self, descriptor: int, environment: Mapping[str, str]) -> "ForkingProcess":
+        """The process at the other end of the socket, which it inherits as `descriptor`."""
+        return subprocess.Popen(
+            [sys.executable, "-m", self.module, *nursery_arguments(descriptor)],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[descriptor],
+        )
+
     def close(self) -> None:
-        """Ends the nursery, and with it the workers that it has forked."""
+        """Ends the nursery, and with it the workers that it has forked, which hold its end of the
+        socket as long as they live."""
         if self._process is not None and self._socket is not None:
             self._process.kill()
             self._process.wait()
+            self._socket.settimeout(_ANSWER_TIMEOUT_S)
+            with contextlib.suppress(OSError):
+                while self._socket.recv(MOST_BYTES):
+                    pass
             self._socket.close()
             self._process = self._socket = None
+
+
+class ForkingProcess(Protocol):
+    """The part of `subprocess.Popen` that a nursery needs."""
+
+    pid: int
+
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+def nursery_arguments(descriptor: int) -> list[str]:
+    """The arguments of `worker_nursery.py`, for a child of this process."""
+    return ["--parent", str(os.getpid()), "--socket", str(descriptor)]

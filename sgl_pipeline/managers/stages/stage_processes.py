@@ -1,8 +1,9 @@
 """Owns the stage worker processes for the main process: starts them, and makes sure that they end.
 
 They start before the main process imports SGLang, so that torch is imported on other cores
-meanwhile. They wait for the scheduler process, which binds the address that they connect to. Must
-import neither torch nor sglang.
+meanwhile; on CPUs by one process, of which the workers are forks (`nursery.py`). They wait for the
+scheduler process, which binds the address that they connect to. Must import neither torch nor
+sglang.
 """
 
 import os
@@ -41,6 +42,7 @@ class StageProcesses:
     """
 
     module = "sgl_pipeline.pp_runner.stage_process"
+    nursery_type = Nursery
 
     def __init__(self, run_directory: str, place: WorkerPlace | None = None) -> None:
         self.run_directory = run_directory
@@ -54,29 +56,31 @@ class StageProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the first workers, by number. Until another worker is started they are not
-        reused, even if a worker has ended."""
+        """Process ids of the first workers, by number; waits for forks. Until another worker is
+        started they are not reused, even if a worker has ended."""
+        if self._nursery is not None:
+            return self._nursery.ordered_pids()
         return tuple(process.pid for process in self._processes)
 
-    def start(self, num_stages: int, cpu_threads: int | None) -> None:
+    def start(self, num_stages: int, cpu_threads: int | None, *, forks: bool = False) -> None:
         """Starts a worker for each stage, unless the same ones were started before.
 
         Args:
             cpu_threads: compute threads of a stage; None: the cores are split over the stages.
+            forks: these and later workers are forks of one process that imports what they need.
+                Not for stages on GPUs.
         """
         threads = stage_threads(num_stages, cpu_threads)
-        if threads != self._threads:
-            self._kill_all()
-            self._threads = threads
-            for worker, own_threads in enumerate(threads):
-                self._processes.append(self._spawn(worker, own_threads))
-
-    def keep_nursery(self) -> None:
-        """Makes a process import all modules that workers need, so that later workers are its forks
-        and start at once. Not for stages on GPUs."""
-        with self._lock:
-            if not self._is_closed:
-                self._nursery = Nursery(self._environment(max(self._threads, default=1)))
+        if threads == self._threads and forks == (self._nursery is not None):
+            return
+        self._kill_all()
+        self._threads = threads
+        if forks:
+            self._nursery = self.nursery_type(self._environment(max(threads)))
+            self._nursery.order([self._arguments(worker) for worker in range(len(threads))])
+            return
+        for worker, own_threads in enumerate(threads):
+            self._processes.append(self._spawn(worker, own_threads))
 
     def start_another(self, worker: int, threads: int | None = None) -> int | None:
         """Starts one more worker, which greets as `worker`, with as many compute threads as the
@@ -94,11 +98,18 @@ class StageProcesses:
             self._processes.append(self._spawn(worker, threads or max(self._threads, default=1)))
             return self._processes[-1].pid
 
-    def start_unchecked(self, num_stages: int, num_hosts: int, cpu_threads: int | None) -> None:
+    def start_unchecked(
+        self,
+        num_stages: int,
+        num_hosts: int,
+        cpu_threads: int | None,
+        *,
+        forks: bool = False,
+    ) -> None:
         """Starts the head's workers early, from a rough reading of the command line; `start`
         corrects it where that was wrong, as it is with abbreviated flags."""
         if 1 <= num_hosts <= num_stages <= _MOST_UNCHECKED_STAGES:
-            self.start(len(workers_of_host(num_stages, num_hosts, 0)), cpu_threads)
+            self.start(len(workers_of_host(num_stages, num_hosts, 0)), cpu_threads, forks=forks)
 
     def stop_all(self) -> None:
         """Kills the workers that are left."""

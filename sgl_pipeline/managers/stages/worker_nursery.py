@@ -1,4 +1,4 @@
-"""A process that has imported what a stage needs and forks workers: a new one is there at once.
+"""A process that imports what a stage needs, once, and forks workers, the first and later ones.
 
 It exists on CPUs only: a fork cannot use a GPU that its parent may have touched. Requests arrive on
 a socket, each a JSON list of `stage_process.py`'s arguments; each is answered with a process id.
@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 from sgl_pipeline.process_lifetime import die_with_parent
 
@@ -20,12 +21,12 @@ READY = b"ready"
 MOST_BYTES = 1 << 16
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Forks workers until the asking end is closed; returns the exit code, a fork's its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", required=True, type=int, help="process id of the parent")
     parser.add_argument("--socket", required=True, type=int, help="descriptor that asks come from")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     die_with_parent(options.parent)
     # A SIGTERM to all processes of a server asks for its end, which the parent brings about. The
     # signal stays blocked, so that one to a new fork is not lost.
@@ -46,7 +47,6 @@ def main() -> int:
             if pid == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
-                asks.close()
                 arguments = [*json.loads(request), "--parent", str(nursery)]
                 setproctitle(" ".join((stage_process.__name__, *arguments)))  # as those of a start
                 return stage_process.main(arguments)

@@ -114,8 +114,7 @@ def forked(stages: StageProcesses, worker: int) -> int:
 
 @pytest.mark.multiproc
 def test_later_workers_are_forks_and_go_with_the_nursery(stages):
-    stages.start(1, cpu_threads=2)
-    stages.keep_nursery()
+    stages.start(1, cpu_threads=2, forks=True)
     first, second = (psutil.Process(forked(stages, worker)) for worker in (1, 2))
     assert first.ppid() == second.ppid() != os.getpid()
     assert psutil.Process(second.ppid()).environ()["OMP_NUM_THREADS"] == "2"

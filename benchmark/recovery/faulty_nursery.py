@@ -1,12 +1,12 @@
-"""A stage worker whose links hold a few messages: one whose reader stands still is full soon.
+"""Forks stage workers whose links hold a few messages: one whose reader stands still is full soon.
 
-Started by `faulty_server.py` in place of `sgl_pipeline.pp_runner.stage_process`.
+Started by `faulty_server.py` in place of `sgl_pipeline.managers.stages.worker_nursery`.
 """
 
 import socket
 import sys
 
-from sgl_pipeline.pp_runner import stage_process
+from sgl_pipeline.managers.stages import worker_nursery
 
 
 class TightSocket(socket.socket):
@@ -19,4 +19,4 @@ class TightSocket(socket.socket):
 
 if __name__ == "__main__":
     socket.socket = TightSocket  # type: ignore[misc]
-    sys.exit(stage_process.main())
+    sys.exit(worker_nursery.main())
