@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.forked_workers import forked_workers  # noqa: F401 - a fixture
 from support.saved_costs import costs_of
 from support.tiny_models import NUM_LAYERS, tiny_model
 
@@ -33,6 +34,7 @@ def stage_args(model: Path, dtype: str = "float32") -> StageArgs:
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_a_fit_is_found_by_the_servers_that_it_holds_for(
     own_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +53,7 @@ def test_a_fit_is_found_by_the_servers_that_it_holds_for(
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_a_plan_for_layers_that_transformers_computes(
     own_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_a_plan_is_that_of_the_saved_costs(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model("qwen3")
     save_costs(costs_of(model_name(model)))
@@ -139,6 +143,7 @@ def test_a_plan_is_that_of_the_saved_costs(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_a_plan_without_saved_costs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", str(tiny_model("qwen3")), "--dtype", "float32", "--pp", "2"]
     assert plan_command.main([*flags, "--step", "4,16,8"]) == 0
@@ -148,6 +153,7 @@ def test_a_plan_without_saved_costs_is_measured(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_a_plan_tells_the_memory_of_state_slots(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", str(tiny_model("qwen3.5")), "--dtype", "float32", "--pp", "2"]
     assert plan_command.main([*flags, "--step", "4,16,8"]) == 0
@@ -159,6 +165,7 @@ def test_a_plan_tells_the_memory_of_state_slots(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -180,6 +187,7 @@ def test_what_cannot_be_planned_ends_with_one_line(
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_a_worker_that_cannot_measure_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Unheard"]}))
     with (
@@ -210,6 +218,7 @@ def test_the_least_of_each_part_counts() -> None:
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_a_plan_over_hosts_orders_them_and_says_what_binds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from support.forked_workers import forked_workers  # noqa: F401 - a fixture
 from support.tiny_models import NUM_LAYERS, tiny_model
 from support.worker_messages import hello
 
@@ -25,6 +26,7 @@ from sgl_pipeline.managers.stages.stage_launcher import StageLauncher
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
 from sgl_pipeline.pipeline.worker_roster import Addressed, WorkerRoster
 from sgl_pipeline.pipeline.worker_source import RefusedWorker
+from sgl_pipeline.process_lifetime import WatchedProcess
 from sgl_pipeline.wire.channels import WorkerChannel
 from sgl_pipeline.wire.stage_messages import (
     FromWorker,
@@ -37,7 +39,7 @@ from sgl_pipeline.wire.stage_messages import (
 from sgl_pipeline.wire.stage_orders import OrderStream
 from sgl_pipeline.wire.step_order import MirrorSnapshot
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("forked_workers")]
 
 TIMEOUT_S = 60.0
 
@@ -70,6 +72,12 @@ def launched(
             yield launcher
         finally:
             launcher.stop()
+
+
+def end_of(pid: int) -> str:
+    with closing(WatchedProcess(pid)) as process:
+        assert process.wait(TIMEOUT_S)
+        return process.end()
 
 
 def test_another_worker_comes_when_it_is_asked_for_and_waits_as_a_spare(
@@ -122,7 +130,7 @@ def test_a_worker_that_is_dismissed_ends_by_itself_and_is_no_loss(
             assert [*launcher.take_lost()] == []
             time.sleep(0.05)
         assert launcher._processes.numbers == []
-        assert processes._processes[0].wait(TIMEOUT_S) == 0
+        assert end_of(processes.pids[0]) == "its process ended, exit code 0"
 
 
 def test_a_dismissed_worker_that_stands_still_is_killed(
@@ -134,7 +142,7 @@ def test_a_dismissed_worker_that_stands_still_is_killed(
         psutil.Process(processes.pids[0]).suspend()
         launcher.tell([(0, Shutdown())])
         assert [*launcher.take_lost()] == [] and launcher._processes.numbers == []
-        assert processes._processes[0].wait(TIMEOUT_S) == -9
+        assert end_of(processes.pids[0]) == "its process ended, killed by signal 9"
 
 
 class HostThatReturns(MainProcessWorkers):

@@ -1,6 +1,7 @@
 """SGLang's storage backends, unmodified, behind the storage process keep pages for all clients."""
 
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from sgl_pipeline.kv_store.open_store import open_objects, open_pages
 from sgl_pipeline.kv_store.page_store import ObjectStore, PageStore, self_test
 from sgl_pipeline.kv_store.storage_client import StorageClient
 from sgl_pipeline.managers.tiers.storage_launch import StorageProcess
-from sgl_pipeline.managers.tiers.storage_server import StorageSettings
+from sgl_pipeline.managers.tiers.storage_server import READY, StorageSettings
 from sgl_pipeline.process_lifetime import child_environment
 from sgl_pipeline.wire.store_orders import StorePlace
 
@@ -44,28 +45,47 @@ DYNAMIC = {
 }
 
 
+def settings_of(folder: Path, backend: str, extra_config: dict[str, Any]) -> StorageSettings:
+    return StorageSettings(
+        address=str(folder / "storage"),
+        backend=backend,
+        extra_config=extra_config,
+        digest=DIGEST,
+        object_bytes=5000,
+    )
+
+
+def place_of(settings: StorageSettings) -> StorePlace:
+    """Where clients find it."""
+    backend, address = settings.backend, settings.address
+    return StorePlace(backend=backend, address=address, digest=DIGEST, save_bytes_per_s=1 << 30)
+
+
 @contextmanager
 def storage_process(
     folder: Path, backend: str, extra_config: dict[str, Any]
 ) -> Iterator[StorePlace]:
-    """A running one, as clients find it."""
-    address = str(folder / "storage")
+    """A running one, which imports SGLang for seconds."""
     environment = child_environment()
     environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[2])
-    process = StorageProcess(
-        StorageSettings(
-            address=address,
-            backend=backend,
-            extra_config=extra_config,
-            digest=DIGEST,
-            object_bytes=5000,
-        ),
-        environment,
-    )
+    settings = settings_of(folder, backend, extra_config)
+    process = StorageProcess(settings, environment)
     try:
-        yield StorePlace(backend=backend, address=address, digest=DIGEST, save_bytes_per_s=1 << 30)
+        yield place_of(settings)
     finally:
         process.close()
+
+
+def storage_thread(folder: Path, backend: str, extra_config: dict[str, Any]) -> StorePlace:
+    """What the process does, in a thread of this one."""
+    from sgl_pipeline.managers.tiers.storage_process import serve_storage
+
+    settings = settings_of(folder, backend, extra_config)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    threading.Thread(target=serve_storage, args=(settings, theirs), daemon=True).start()
+    with ours:
+        assert ours.recv(1 << 12) == READY
+    return place_of(settings)
 
 
 def ends(place: StorePlace) -> tuple[PageStore, ObjectStore]:
@@ -96,16 +116,16 @@ def check_pages_come_back(place: StorePlace) -> None:
 @pytest.mark.parametrize("interface", [0, 1])
 def test_dynamic(tmp_path: Path, interface: int) -> None:
     config = DYNAMIC | {"interface_v1": interface}
-    with storage_process(tmp_path, "dynamic", config) as place:
-        check_pages_come_back(place)
-        check_faults(place)
-        check_threads(place)
-        store, objects = ends(place)
-        record = store.lookup([page_hash(1)])[0]
-        store.clear()
-        assert store.lookup([page_hash(1)]) == []
-        with pytest.raises(BrokenObject, match="missing"):
-            read_page(objects, record)
+    place = storage_thread(tmp_path, "dynamic", config)
+    check_pages_come_back(place)
+    check_faults(place)
+    check_threads(place)
+    store, objects = ends(place)
+    record = store.lookup([page_hash(1)])[0]
+    store.clear()
+    assert store.lookup([page_hash(1)]) == []
+    with pytest.raises(BrokenObject, match="missing"):
+        read_page(objects, record)
 
 
 def check_faults(place: StorePlace) -> None:
@@ -166,9 +186,9 @@ def test_upstreams_file_backend_and_a_process_that_comes_back(
         store.lookup([page_hash(1)])
     with pytest.raises(StoreError, match="does not answer"):
         read_page(objects, record)
-    with storage_process(tmp_path, "dynamic", config):
-        assert len(store.lookup([page_hash(1)])) == 1
-        assert read_page(objects, record) == contents_of(1)
+    storage_thread(tmp_path, "dynamic", config)
+    assert len(store.lookup([page_hash(1)])) == 1
+    assert read_page(objects, record) == contents_of(1)
 
 
 def test_nixl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
