@@ -12,6 +12,7 @@ import functools
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _EXIT_INTERRUPTED = 130
 _LAST_SPANS_S = 3.0  # the limit for exporting the last spans
+_LISTEN_S, _LISTEN_POLL_S = 20.0, 0.05  # seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -203,7 +205,6 @@ def _run_upstream(
     sets `interrupted`."""
     from sgl_pipeline.managers.entrance.http_front import HttpTokenizerManager
     from sgl_pipeline.managers.entrance.request_tenant import RequestTenants
-    from sgl_pipeline.managers.entrance.warm_up import warm_up
     from sgl_pipeline.managers.reports.load_report import loads_path
 
     by = args.scheduling.fair_shares_by
@@ -225,7 +226,6 @@ def _run_upstream(
         _upstream_launcher(args)(
             plan.upstream,
             **upstream_functions(args, stages, head, tokenizer_manager),
-            execute_warmup_func=warm_up,
             launch_callback=functools.partial(_announce, plan.upstream, args),
         )
 
@@ -312,12 +312,13 @@ def _upstream_launcher(pipeline_args: PipelineArgs) -> Callable[..., None]:
 
 
 def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> None:
-    from sgl_pipeline.managers.entrance.warm_up import wait_until_listening
-
     # Without a warm-up upstream calls this before it listens. With one that another server has
     # answered, this server is about to fail.
-    if not wait_until_listening(server_args.port):
-        return
+    end_s = time.monotonic() + _LISTEN_S
+    while not _listens(server_args.port):
+        if time.monotonic() > end_s:
+            return
+        time.sleep(_LISTEN_POLL_S)
     quiet_start.end()
     url = server_args.url()
     stages = _count_stages(pipeline_args)
@@ -334,6 +335,16 @@ def _announce(server_args: "SglangServerArgs", pipeline_args: PipelineArgs) -> N
 def _count_stages(args: PipelineArgs) -> str:
     count = args.stages.num_stages
     return f"{count} stage{'s' * (count > 1)}"
+
+
+def _listens(port: int) -> bool:
+    """True if a socket of this process waits for connections on `port`."""
+    import psutil
+
+    return any(
+        one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        for one in psutil.Process().net_connections("tcp")
+    )
 
 
 def _nothing() -> None:

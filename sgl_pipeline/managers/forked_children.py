@@ -10,7 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.entrypoints.http_server import _setup_and_run_http_server
+from sglang.srt.entrypoints.http_server import (
+    _execute_server_warmup,
+    _setup_and_run_http_server,
+)
 
 # The first child runs this, and the engine has imported what the second one does.
 import sgl_pipeline.managers.scheduler_process  # noqa: F401
@@ -33,7 +36,6 @@ def launch_server_forking(
     init_tokenizer_manager_func: Callable[..., Any],
     run_scheduler_process_func: Callable[..., Any],
     run_detokenizer_process_func: Callable[..., Any],
-    execute_warmup_func: Callable[[Any], bool],
     launch_callback: Callable[[], None],
 ) -> None:
     """As upstream's `http_server.launch_server`, on one host; returns when the server has ended."""
@@ -50,6 +52,6 @@ def launch_server_forking(
         ports,
         started.scheduler_infos,
         watchdog,
-        execute_warmup_func=execute_warmup_func,
+        execute_warmup_func=_execute_server_warmup,
         launch_callback=launch_callback,
     )

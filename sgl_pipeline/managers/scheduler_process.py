@@ -120,6 +120,7 @@ def _serve(
     grammars = _grammars(args, model.limits, model.tokenizer, poller)
     predictor = saved_predictor(args, model.spec)
     with contextlib.ExitStack() as stack:
+        stack.callback(grammars.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Waits a moment for the last answers to leave.
         stack.callback(context.destroy, linger=500)
@@ -131,7 +132,6 @@ def _serve(
         opened = store_opener(args, model.spec)(args.tiers) if has_folder else None
         launcher = _launcher(args, model.spec, stage_pids(), context, worker_source, predictor)
         stack.callback(launcher.stop)
-        stack.callback(grammars.close)
         capacity = launcher.start()
         facts = _log_start(args, model.spec, capacity)
         core = build_core(args, model.spec, model.limits, capacity, predictor)

@@ -126,6 +126,23 @@ def test_both_stages_killed_at_once_with_a_spare_that_takes_one(directory):
         wait_until(lambda: len(server.stages()) == 3)
 
 
+def test_the_process_that_forks_stages_is_killed_and_takes_them_along(directory):
+    with live_server("--pp", "2", "--dtype", "float32") as server:
+        expected = [stream.join() for stream in streams_of(server)]
+        streams = streams_of(server)
+        wait_until(lambda: all(len(one.ids) > 20 for one in streams))
+        first, second = (psutil.Process(pid) for pid in server.facts()["stage_pids"])
+        nursery = first.parent()
+        assert nursery is not None and second.ppid() == nursery.pid
+        nursery.kill()
+        for stream, alone in zip(streams, expected, strict=True):
+            stream.join().assert_whole(alone)
+        assert sum(len(one["reasons"]) for one in wait_until_recovered(server, 1)) == 2
+        for stream, alone in zip(streams_of(server), expected, strict=True):
+            stream.join().assert_whole(alone)
+    assert "Traceback" not in server.text
+
+
 def test_logprobs_and_a_grammar_survive_the_loss_of_a_stage(directory):
     with live_server("--pp", "2", "--dtype", "float32") as server:
         rows = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}

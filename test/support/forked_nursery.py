@@ -4,6 +4,7 @@ core less for each server. Used by `warm_launcher.py`."""
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 
 from sgl_pipeline.managers.server_end import leave
@@ -38,5 +39,7 @@ class ForkedNursery(nursery.Nursery):
             code = worker_nursery.main(arguments)
         except SystemExit as ending:  # a worker's after a Shutdown
             code = int(ending.code or 0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             leave(code)

@@ -56,9 +56,12 @@ class GrammarCompilerClient:
             return
         scheduler = os.getpid()
         ours, theirs = socket.socketpair()
+        # The handler of this process's SIGTERM is not the fork's.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
         if (pid := os.fork()) == 0:
             ours.close()
             _become_compiler(theirs, scheduler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
         self._process = psutil.Process(pid)
         self._talk(ours, theirs)
 
@@ -139,11 +142,14 @@ class GrammarCompilerClient:
 
 def _become_compiler(own_socket: socket.socket, scheduler: int) -> NoReturn:
     """The work of a fork of the process `scheduler`, from its start to its end."""
+    code = 1
     try:
-        setproctitle(compiler.__name__)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+        setproctitle(compiler.__name__)
         compiler.serve(own_socket, scheduler)
+        code = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(0)
+        os._exit(code)

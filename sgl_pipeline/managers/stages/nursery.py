@@ -41,16 +41,16 @@ class Nursery:
         assert self._socket is not None
         self._num_ordered = len(workers)
         with contextlib.suppress(OSError):  # ended, which `ordered_pids` notices
-            for arguments in workers:
-                self._socket.send(json.dumps([*arguments]).encode())
+            self._socket.send(_request(workers))
 
     def ordered_pids(self) -> tuple[int, ...]:
         """Waits for the workers of `order`; their process ids. A nursery that has ended before it
         had them all stands for each: whoever watches a worker sees its end."""
-        process = self._process
-        assert process is not None
+        asks, process = self._socket, self._process
+        if asks is None or process is None:  # closed by another thread
+            return ()
         try:
-            self._has_become_ready(waits=True)
+            self._has_become_ready(asks, waits=True)
         except (OSError, ValueError):
             return (process.pid,) * self._num_ordered
         return self._ordered_pids
@@ -59,28 +59,29 @@ class Nursery:
         """The process id of a new worker with these arguments; None if the nursery is not ready
         yet, or has ended; then it is started again."""
         try:
-            if not self._has_become_ready():
+            asks = self._socket
+            assert asks is not None
+            if not self._has_become_ready(asks):
                 return None
-            assert self._socket is not None
-            self._socket.send(json.dumps([*arguments]).encode())
-            return int(self._socket.recv(MOST_BYTES))
+            asks.send(_request([arguments]))
+            (pid,) = _answer(asks)
+            return pid
         except (OSError, ValueError):  # ended: nothing or an empty answer
             self.close()
             self._start()
             return None
 
-    def _has_become_ready(self, *, waits: bool = False) -> bool:
-        assert self._socket is not None
+    def _has_become_ready(self, asks: socket.socket, *, waits: bool = False) -> bool:
         if not self._is_ready:
-            self._socket.settimeout(None if waits else 0.0)
+            asks.settimeout(None if waits else 0.0)
             with contextlib.suppress(BlockingIOError):
-                if self._socket.recv(MOST_BYTES) != READY:
+                if asks.recv(MOST_BYTES) != READY:
                     raise OSError("the nursery has ended")
-                self._socket.settimeout(None)
-                pids = [int(self._socket.recv(MOST_BYTES)) for _ in range(self._num_ordered)]
-                self._ordered_pids = tuple(pids)
+                asks.settimeout(None)
+                if self._num_ordered:
+                    self._ordered_pids = _answer(asks)
                 self._is_ready = True
-            self._socket.settimeout(_ANSWER_TIMEOUT_S)
+            asks.settimeout(_ANSWER_TIMEOUT_S)
         return self._is_ready
 
     def _start(self) -> None:
@@ -110,6 +111,15 @@ class Nursery:
                     pass
             self._socket.close()
             self._process = self._socket = None
+
+
+def _request(workers: Sequence[Sequence[str]]) -> bytes:
+    return json.dumps([[*arguments] for arguments in workers]).encode()
+
+
+def _answer(asks: socket.socket) -> tuple[int, ...]:
+    """The process ids; a nursery that has ended sends nothing, which is no JSON."""
+    return tuple(map(int, json.loads(asks.recv(MOST_BYTES))))
 
 
 class ForkingProcess(Protocol):

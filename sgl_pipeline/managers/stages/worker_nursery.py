@@ -1,8 +1,9 @@
 """A process that imports what a stage needs, once, and forks workers, the first and later ones.
 
 It exists on CPUs only: a fork cannot use a GPU that its parent may have touched. Requests arrive on
-a socket, each a JSON list of `stage_process.py`'s arguments; each is answered with a process id.
-Starts no thread and runs no kernel, because a fork has neither. Never imports sglang.
+a socket, each a JSON list with the arguments of `stage_process.py` for each of some workers, whose
+process ids are the answer. Starts no thread and runs no kernel, because a fork has neither. Never
+imports sglang.
 """
 
 import argparse
@@ -42,15 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         asks.send(READY)
         while request := asks.recv(MOST_BYTES):
             _reap()
-            nursery = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
-                arguments = [*json.loads(request), "--parent", str(nursery)]
-                setproctitle(" ".join((stage_process.__name__, *arguments)))  # as those of a start
-                return stage_process.main(arguments)
-            asks.send(str(pid).encode())
+            nursery, pids = os.getpid(), []
+            for own in json.loads(request):
+                pid = os.fork()
+                if pid == 0:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+                    arguments = [*own, "--parent", str(nursery)]
+                    # As those of a start.
+                    setproctitle(" ".join((stage_process.__name__, *arguments)))
+                    return stage_process.main(arguments)
+                pids.append(pid)
+            asks.send(json.dumps(pids).encode())
     return 0
 
 

@@ -4,6 +4,7 @@ import select
 import time
 from collections.abc import Sequence
 
+from sgl_pipeline.errors import StageFailure
 from sgl_pipeline.pipeline.worker_source import WorkerProcess
 from sgl_pipeline.process_lifetime import WatchedProcess
 
@@ -15,6 +16,8 @@ class WorkerProcesses:
 
     Args:
         pids: of workers of this host, by number.
+
+    Raises StageFailure for one that has ended and was waited for.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -23,7 +26,12 @@ class WorkerProcesses:
         self._dismissed: dict[int, tuple[WorkerProcess, float]] = {}
         self._ends = select.epoll()
         for worker, pid in enumerate(pids):
-            self.watch(worker, WatchedProcess(pid))
+            try:
+                process = WatchedProcess(pid)
+            except ProcessLookupError:
+                # A fork's parent has ended too, or it would be there to wait for.
+                raise StageFailure(worker, None, "its process ended at once") from None
+            self.watch(worker, process)
 
     @property
     def numbers(self) -> list[int]:
