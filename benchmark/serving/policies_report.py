@@ -20,6 +20,7 @@ from benchmark.support.command import Command, Options, Report
 from benchmark.support.dated_result import markdown_table, read_record
 from benchmark.support.serving_report import METRICS, Run, comparison_table
 from sgl_pipeline.args import ThrottleArgs
+from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.goodput import LatencyTarget, goodput
 
 DEFAULT_POLICY = ThrottleArgs().policy
@@ -61,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
 def _report(options: Options) -> Report:
     runs: dict[str, list[Run]] = {}
     for number, path in enumerate(options.records):
-        found = msgspec.convert(read_record(path)["runs"], dict[str, list[Run]])
+        try:
+            found = msgspec.convert(read_record(path)["runs"], dict[str, list[Run]])
+        except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
+            raise ConfigurationError(f"{path} is no record of `policies`: {error}") from error
         for load, of_load in found.items():
             # Two records may have rounds of the same number.
             numbered = [replace(run, round=1000 * number + run.round) for run in of_load]

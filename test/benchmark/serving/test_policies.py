@@ -100,6 +100,15 @@ def test_rounds_of_two_records_count_together(
     assert "| offline | total tok/s | throttle-time | 100.0 | 100.0 | 0.0 | 0.0, 0.0 |" in said
 
 
+def test_a_file_that_is_no_record_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_record(tmp_path / "other", {"steps": []})
+    for path in (other, tmp_path / "missing.json"):
+        assert policies_report.main([str(path)]) == 1
+        assert f"{path} is no record of `policies`" in capsys.readouterr().err
+
+
 def test_a_policy_is_changed_before_its_load() -> None:
     flags = UnderPolicy(FIRST, "no-wt").client_flags()
     assert flags == ["--under-policy", "no-wt", *FIRST.client_flags()]

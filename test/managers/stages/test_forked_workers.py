@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import psutil
 import pytest
 from support.live_server import wait_until
 
+from sgl_pipeline.errors import StageFailure
 from sgl_pipeline.managers.stages.main_process_workers import (
     MainProcessWorkers,
     serve_worker_requests,
 )
 from sgl_pipeline.managers.stages.nursery import Nursery
 from sgl_pipeline.managers.stages.stage_processes import StageProcesses
+from sgl_pipeline.managers.stages.worker_processes import WorkerProcesses
 from sgl_pipeline.process_lifetime import WatchedProcess
 
 pytestmark = pytest.mark.multiproc
@@ -58,6 +61,13 @@ def test_workers_on_gpus_take_the_place_of_forks(stages: StageProcesses) -> None
     assert [psutil.Process(pid).ppid() for pid in stages.pids] == [os.getpid()] * 2
     children = " ".join(str(one.cmdline()) for one in psutil.Process().children())
     assert "worker_nursery" not in children
+
+
+def test_a_worker_that_nobody_can_wait_for_is_a_failed_stage() -> None:
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    with pytest.raises(StageFailure, match="stage 1 failed before its first step: its process"):
+        WorkerProcesses([os.getpid(), gone.pid])
 
 
 def test_a_nursery_that_ends_is_seen_as_the_end_of_each_worker(
