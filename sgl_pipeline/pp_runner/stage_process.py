@@ -1,8 +1,9 @@
 """The entry of a stage worker: `python -m sgl_pipeline.pp_runner.stage_process`.
 
-It starts at the very start of a server. It binds its life to the parent's before it imports torch,
-which takes seconds in which Ctrl-C or a wrong flag may end the server; hence nothing heavy at the
-top. A worker's work is `stage_worker.py`.
+As a process of its own it starts at the very start of a server, and binds its life to the parent's
+before it imports torch, which takes seconds in which Ctrl-C or a wrong flag may end the server;
+hence nothing heavy at the top. On CPUs a fork enters it that has the imports
+(`managers/stages/worker_nursery.py`). A worker's work is `stage_worker.py`.
 """
 
 import argparse
