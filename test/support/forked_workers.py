@@ -1,7 +1,7 @@
 """Stage workers as forks of one process that has imported what they need: seconds less for each.
 
-For tests that are not about how a worker's process starts. Those of a server on CPUs are such forks,
-too (`worker_nursery.py`); this one serves all tests of a file.
+For tests that are not about how a worker's process starts. Those of a server on CPUs are such
+forks, too (`worker_nursery.py`); this one serves all tests of a file.
 """
 
 import select
