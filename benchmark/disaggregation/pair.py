@@ -18,25 +18,14 @@ import requests
 from benchmark.support.engine import Engine
 from benchmark.support.engines import running
 from benchmark.support.paths import SCRATCH
+from benchmark.support.process_kinds import process_kind
 from benchmark.support.starts import wait_for_start
 from benchmark.tiers.tiered_servers import router_folder
 from sgl_pipeline.managers.serve_pd import HOST, Ports, has_both
 
 ROLES = ("prefill", "decode")
-ROUTER = "router"
 _TIMEOUT_S = 60.0
 _POLL_S = 0.5
-_STAGE_MODULE = "sgl_pipeline.pp_runner.stage_process"
-# What a command line that has one of these words is.
-_KINDS = {
-    "::router": ROUTER,
-    "grammars.compiler": "grammar compiler",
-    "resource_tracker": "resource tracker",
-    "::scheduler": "scheduler",
-    "detokenizer": "detokenizer",
-    "nursery": "nursery",
-    "janitor": "janitor",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +159,6 @@ def role_of(words: list[str]) -> str:
     """The role of the server with this command line; empty for another process."""
     flag = "--disaggregation-mode"
     return words[words.index(flag) + 1] if flag in words else ""
-
-
-def process_kind(words: list[str], pid: int) -> str:
-    """The kind of a process, by its command line, which some replace by a title."""
-    if _STAGE_MODULE in words:
-        return f"stage {words[words.index('--worker') + 1]}"
-    line = " ".join(words)
-    return next((kind for word, kind in _KINDS.items() if word in line), f"process {pid}")
 
 
 @contextlib.contextmanager

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmark.disaggregation.pair import ROUTER, ProcessFacts, ServerFacts
+from benchmark.disaggregation.pair import ProcessFacts, ServerFacts
 from benchmark.robustness.process_memory import Growth, MemorySeries
 from benchmark.robustness.soak import Verdict
 from benchmark.robustness.soak_clients import Outcome
 from benchmark.support.dated_result import markdown_table
+from benchmark.support.process_kinds import ROUTER
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from benchmark.support.machine import usable_cores
 from benchmark.support.measured_models import NAMES, measured_model
 from benchmark.support.measured_runs import DEFAULT_PRESET, trace_of
 from benchmark.support.paths import SCRATCH
+from benchmark.support.process_kinds import process_kind
 from sgl_pipeline.records.trace import StepRecord
 
 ENGINES = ("ours --pp 1",)
@@ -103,14 +104,13 @@ def uses_of(server: psutil.Process) -> dict[int, ProcessUse]:
 
 def _use_of(process: psutil.Process) -> ProcessUse:
     with process.oneshot():
-        times, words = process.cpu_times(), process.cmdline()
+        times, kind = process.cpu_times(), process_kind(process.cmdline(), process.pid)
     preemptions = 0
     for thread in process.threads():
         with open(f"/proc/{process.pid}/task/{thread.id}/status", encoding="utf-8") as status:
             counts = [one for one in status if one.startswith("nonvoluntary_ctxt_switches")]
         preemptions += int(counts[0].split()[1])
-    name = words[words.index("-m") + 1] if "-m" in words else " ".join(words).strip()
-    return ProcessUse(name, times.user + times.system, preemptions)
+    return ProcessUse(kind, times.user + times.system, preemptions)
 
 
 def main(argv: list[str] | None = None) -> int:

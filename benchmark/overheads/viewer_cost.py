@@ -29,12 +29,12 @@ from benchmark.support.loads import Load
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import check_equal_work, make_model, measure
 from benchmark.support.paths import SCRATCH
+from benchmark.support.process_kinds import process_kind
 from benchmark.support.serving_report import Run, spread
 
 LOADS = {"offline": float("inf"), "online": 3.0}
 MIN_THROUGHPUT_RATIO = 0.99
 MAX_TIME_RATIO = 1.05
-_SCHEDULER = "sgl_pipeline::scheduler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def _looking(url: str, viewers: int, counts: dict[str, int]) -> Iterator[None]:
 
 def _scheduler(server: psutil.Process) -> psutil.Process:
     for process in server.children(recursive=True):
-        if _SCHEDULER in " ".join(process.cmdline()):
+        if process_kind(process.cmdline(), process.pid) == "scheduler":
             return process
     raise EngineFailure(f"{server.pid} has no scheduler process")
 

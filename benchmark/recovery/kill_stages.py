@@ -40,6 +40,7 @@ from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
 from benchmark.support.measured_runs import make_model
 from benchmark.support.paths import DEMO_MODEL, SCRATCH
+from benchmark.support.process_kinds import process_kind
 from sgl_pipeline.errors import SglPipelineError
 
 WARM_UP_S = 3.0
@@ -267,7 +268,7 @@ def open_descriptors(server: psutil.Process) -> dict[str, int]:
 def _is_lasting(process: psutil.Process) -> bool:
     """True unless the process is a stage; stages that were killed are zombies for a while."""
     try:
-        return "--worker" not in process.cmdline()
+        return not process_kind(process.cmdline(), process.pid).startswith("stage ")
     except psutil.NoSuchProcess:
         return False
 

@@ -19,6 +19,7 @@ from benchmark.support.engine import Engine, EngineFailure
 from benchmark.support.engines import parse_engine, running
 from benchmark.support.machine import usable_cores
 from benchmark.support.paths import DEMO_MODEL, SCRATCH
+from benchmark.support.process_kinds import process_kind
 from benchmark.tiers.tiered_servers import router_folder
 from sgl_pipeline.cluster.keys import KEY_VARIABLE
 from sgl_pipeline.managers.serve_pd import (
@@ -94,7 +95,7 @@ class Side:
         (scheduler,) = [
             one
             for one in main.children(recursive=True)
-            if "sgl_pipeline::scheduler" in " ".join(one.cmdline())
+            if process_kind(one.cmdline(), one.pid) == "scheduler"
         ]
         killed_s = time.monotonic()
         scheduler.kill()

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-_STAGE_MODULE = "sgl_pipeline.pp_runner.stage_process"
+from benchmark.support.process_kinds import process_kind
+
 _SMALLEST_MIB = 64.0  # below are the janitor and Python's resource tracker
 
 
@@ -59,13 +60,6 @@ def _growth(samples: Sequence[tuple[float, float]]) -> Growth:
 
 
 def _name(process: psutil.Process, server: psutil.Process) -> str:
-    words = process.cmdline()
     if process.pid == server.pid:
         return "main"
-    if _STAGE_MODULE in words:
-        return f"stage {words[words.index('--worker') + 1]}"
-    if "detokenizer" in " ".join(words):
-        return "detokenizer"
-    if "::scheduler" in " ".join(words):
-        return "scheduler"
-    return f"process {process.pid}"
+    return process_kind(process.cmdline(), process.pid)

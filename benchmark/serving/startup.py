@@ -21,6 +21,7 @@ import psutil
 
 from benchmark.support.command import Command, Options, Report, progress
 from benchmark.support.dated_result import markdown_table
+from benchmark.support.process_kinds import process_kind
 
 _REQUEST = b'{"text": "What is 17 + 25?", "sampling_params": {"max_new_tokens": 4}}'
 _TIMEOUT_S = 120.0
@@ -77,23 +78,12 @@ def _cpu_shares(processes: Sequence[psutil.Process], seconds: float) -> dict[str
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(seconds)
     return {
-        f"{_kind(process)} ({process.pid})": (sum(process.cpu_times()[:2]) - spent_s) / seconds
+        f"{process_kind(process.cmdline(), process.pid)} ({process.pid})": (
+            sum(process.cpu_times()[:2]) - spent_s
+        )
+        / seconds
         for process, spent_s in zip(processes, before, strict=True)
     }
-
-
-def _kind(process: psutil.Process) -> str:
-    """The kind of a process, by its command line, which some of them have replaced by a title."""
-    line = " ".join(process.cmdline())
-    kinds = {
-        "launch_server": "HTTP server and TokenizerManager (SGLang)",
-        "stage_process": "stage",
-        "grammars.compiler": "grammar compiler",
-        "resource_tracker": "Python's resource tracker",
-        "::scheduler": "scheduler",
-        "::detokenizer": "detokenizer (SGLang)",
-    }
-    return next((kind for word, kind in kinds.items() if word in line), "unknown")
 
 
 def main(argv: list[str] | None = None) -> int:

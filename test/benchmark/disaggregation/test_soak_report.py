@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.disaggregation.pair import (
-    ProcessFacts,
-    ServerFacts,
-    memory_mib,
-    process_kind,
-    role_of,
-)
+from benchmark.disaggregation.pair import ProcessFacts, ServerFacts, memory_mib, role_of
 from benchmark.disaggregation.soak_report import (
     Limits,
     Minute,
@@ -139,11 +133,6 @@ def test_pages_of_files_are_no_growth() -> None:
     assert memory_mib(rollup) == (4.0, 2.0)
 
 
-def test_processes_are_named_by_their_command_lines() -> None:
-    stage = ["python", "-m", "sgl_pipeline.pp_runner.stage_process", "--worker", "1"]
-    assert process_kind(stage, 7) == "stage 1"
-    assert process_kind(["sglang::router", ""], 7) == "router"
-    assert process_kind(["sgl_pipeline::scheduler", ""], 7) == "scheduler"
-    assert process_kind(["cat"], 7) == "process 7"
+def test_servers_are_named_by_their_role() -> None:
     assert role_of(["python", "--disaggregation-mode", "decode", "--pp", "1"]) == "decode"
     assert role_of(["sglang::router"]) == ""
