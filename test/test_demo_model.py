@@ -72,7 +72,7 @@ def test_answers_are_the_same_for_every_number_of_stages(num_stages):
     assert answers(num_stages, "throttle") == answers(1, "throttle")
 
 
-# Every policy at every depth is for test_token_identity.py.
+# Policies at other depths are for test_token_identity.py.
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_answers_are_the_same_for_every_policy(policy):
     assert answers(4, policy, every=3) == answers(1, "throttle")[::3]
