@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,16 @@ def assert_equal(requests: list[Driven], others: list[Driven]) -> None:
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
 
 
-@pytest.mark.parametrize("offloaded", [NOBODY, SOME, ALL], ids=["none", "some", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("counts", DEPTHS, ids=str)
+# All depths with some and all, one of them in each precision; nobody in each precision.
+@pytest.mark.parametrize(
+    ("counts", "dtype", "offloaded"),
+    [
+        *zip(DEPTHS, cycle(("float32", "bfloat16")), repeat(SOME)),
+        *zip(DEPTHS, cycle(("bfloat16", "float32")), repeat(ALL)),
+        *((DEPTHS[-1], dtype, NOBODY) for dtype in ("float32", "bfloat16")),
+    ],
+    ids=str,
+)
 def test_attention_on_another_server_has_the_same_bits(
     pair: Pair,
     counts: tuple[tuple[int, ...], tuple[int, ...]],
