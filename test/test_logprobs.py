@@ -4,6 +4,7 @@ The whole runtime but its processes, in one process, as in `test_token_identity.
 """
 
 import random
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -27,14 +28,22 @@ WHOLE = {"policy": "sarathi", "max_prefill_tokens": 2048}
 TOLERANCE = 1e-4
 
 
-@torch.inference_mode()
 def reference_logprobs(path: Path, request: Request) -> torch.Tensor:
     """[N, V]: row p tells of the token at p + 1, of the prompt or drawn by the request's rules."""
-    prompt_length, sampling = len(request.prompt_ids), request.sampling
-    tokens = torch.tensor([request.prompt_ids + request.output_ids])
+    return _reference_logprobs(
+        path, tuple(request.prompt_ids), tuple(request.output_ids), request.sampling
+    )
+
+
+@cache
+@torch.inference_mode()
+def _reference_logprobs(
+    path: Path, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...], sampling: SamplingSpec
+) -> torch.Tensor:
+    tokens = torch.tensor([prompt_ids + output_ids])
     logits = reference_model(path)(tokens).logits[0].clone()
-    for count, position in enumerate(range(prompt_length - 1, logits.shape[0])):
-        row = adjusted_by_hand(logits[position].tolist(), sampling, request.output_ids[:count])
+    for count, position in enumerate(range(len(prompt_ids) - 1, logits.shape[0])):
+        row = adjusted_by_hand(logits[position].tolist(), sampling, output_ids[:count])
         temperature = 1.0 if sampling.is_greedy else sampling.temperature
         logits[position] = torch.tensor(row) / temperature
     return logits.log_softmax(dim=-1)
