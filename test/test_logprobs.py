@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.adjusted_logits import adjusted_by_hand
 from support.greedy_oracle import reference_model
-from support.local_pipeline import LocalPipeline
+from support.local_pipeline import FASTEST, LocalPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 SPLITS = {1: (6,), 2: (2, 4), 4: (2, 1, 1, 2)}
 CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
 WHOLE = {"policy": "sarathi", "max_prefill_tokens": 2048}
+FASTEST_IN_FP32 = FASTEST | {"dtype": "float32"}
 # In fp32 our kernels and transformers' add up in different orders.
 TOLERANCE = 1e-4
 
@@ -186,11 +187,12 @@ def test_after_retractions_every_row_has_come_once(num_stages):
     pipeline = LocalPipeline(
         tiny_model("mistral-sharded"),
         SPLITS[num_stages],
-        num_pages=34,
+        num_pages=26,
         scheduling=SchedulingArgs(page_size=4),
         throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
+        **FASTEST_IN_FP32,
     )
-    requests = make_requests(9, max_new_tokens=40)
+    requests = make_requests(9, max_new_tokens=24)
     pipeline.run(requests)
     assert any(request.num_retractions and request.logprobs for request in requests)
     assert_all("mistral-sharded", requests)
