@@ -50,7 +50,7 @@ Layer = Any
 
 
 def structure(path: str | Path, dtype: torch.dtype) -> Trace:
-    """What the model in the directory `path` computes, in `dtype`. Raises as `trace`."""
+    """The structure of the model in the directory `path`, in `dtype`. Raises as `trace`."""
     return trace(make_skeleton(path, dtype, PROBED))
 
 
