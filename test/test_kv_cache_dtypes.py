@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from itertools import cycle, product, repeat
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ MEMORY_SHARE = {"fp8_e4m3": 0.5, "int8": (HEAD_DIM + 4) / (2 * HEAD_DIM)}  # of 
 # Relative, of this model's logits; bf16 in place of fp32 costs 0.024.
 ERRORS = {"fp8_e4m3": (0.01, 0.08), "int8": (0.002, 0.02)}
 
-coded = pytest.mark.parametrize(
-    "kv_cache_dtype", [name for name in KV_CACHE_DTYPES if name != "auto"]
-)
+CODED = tuple(name for name in KV_CACHE_DTYPES if name != "auto")
+assert len(CODED) == 2, "pairs of formats and leaves below"
+coded = pytest.mark.parametrize("kv_cache_dtype", CODED)
 every_leaf = pytest.mark.parametrize(
     "leaf", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
 )
@@ -54,9 +55,18 @@ def alone(kv_cache_dtype: str, leaf: str) -> list[list[int]]:
     return [by_itself.run([request])[0] for request in make_requests(6)]
 
 
-@every_leaf
-@coded
-@pytest.mark.parametrize("layer_counts", SPLITS, ids=str)
+# Where layers are cut is nothing to plain torch: each depth with one format.
+@pytest.mark.parametrize(
+    ("layer_counts", "kv_cache_dtype", "leaf"),
+    [
+        *zip(SPLITS, cycle(CODED), repeat("torch")),
+        *(
+            pytest.param(counts, coded, "compiled", marks=pytest.mark.compiler)
+            for counts, coded in product(SPLITS, CODED)
+        ),
+    ],
+    ids=str,
+)
 def test_tokens_are_the_same_at_every_depth_with_chunks_and_hits(
     layer_counts: tuple[int, ...], kv_cache_dtype: str, leaf: str
 ) -> None:
@@ -68,9 +78,16 @@ def test_tokens_are_the_same_at_every_depth_with_chunks_and_hits(
     assert sum(request.cached_tokens for request in again) > 100
 
 
-@every_leaf
-@coded
-@pytest.mark.parametrize(("page_size", "chunk_tokens"), [(1, 64), (16, 5)])
+# Each format and each leaf meets both.
+@pytest.mark.parametrize(
+    ("page_size", "chunk_tokens", "kv_cache_dtype", "leaf"),
+    [
+        (1, 64, CODED[0], "torch"),
+        (16, 5, CODED[1], "torch"),
+        pytest.param(16, 5, CODED[0], "compiled", marks=pytest.mark.compiler),
+        pytest.param(1, 64, CODED[1], "compiled", marks=pytest.mark.compiler),
+    ],
+)
 def test_tokens_are_the_same_in_chunks_and_pages_of_any_size(
     page_size: int, chunk_tokens: int, kv_cache_dtype: str, leaf: str
 ) -> None:
@@ -101,9 +118,16 @@ def test_tokens_are_the_same_though_layers_move(kv_cache_dtype: str, leaf: str) 
     assert any(move.outcome is MoveOutcome.DONE for move in migration.history)
 
 
-@every_leaf
-@coded
-@pytest.mark.parametrize("log_pages", [None, 200])
+# Each format and each leaf meets both.
+@pytest.mark.parametrize(
+    ("log_pages", "kv_cache_dtype", "leaf"),
+    [
+        (None, CODED[0], "torch"),
+        (200, CODED[1], "torch"),
+        pytest.param(200, CODED[0], "compiled", marks=pytest.mark.compiler),
+        pytest.param(None, CODED[1], "compiled", marks=pytest.mark.compiler),
+    ],
+)
 def test_a_lost_stage_changes_no_token(
     log_pages: int | None, kv_cache_dtype: str, leaf: str
 ) -> None:

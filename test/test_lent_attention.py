@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import cycle, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import torch
 from support.clusters import host_directory, open_port
 from support.driven_stages import Driven, DrivenStages, LendingStages
-from support.generic_families import generic_model
+from support.generic_families import generic_model, trace_once
 from support.tiny_models import tiny_model
 
 from sgl_pipeline.pp_runner.lent_attention import executor_stream
@@ -129,9 +130,16 @@ def assert_equal(requests: list[Driven], others: list[Driven]) -> None:
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
 
 
-@pytest.mark.parametrize("offloaded", [NOBODY, SOME, ALL], ids=["none", "some", "all"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("counts", DEPTHS, ids=str)
+# All depths with some and all, one of them in each precision; nobody in each precision.
+@pytest.mark.parametrize(
+    ("counts", "dtype", "offloaded"),
+    [
+        *zip(DEPTHS, cycle(("float32", "bfloat16")), repeat(SOME)),
+        *zip(DEPTHS, cycle(("bfloat16", "float32")), repeat(ALL)),
+        *((DEPTHS[-1], dtype, NOBODY) for dtype in ("float32", "bfloat16")),
+    ],
+    ids=str,
+)
 def test_attention_on_another_server_has_the_same_bits(
     pair: Pair,
     counts: tuple[tuple[int, ...], tuple[int, ...]],
@@ -168,9 +176,10 @@ def test_experts_and_windows(pair: Pair, model: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma2", "mimo-v2-flash"])
 def test_layers_of_transformers_with_sinks_softcaps_and_other_widths_of_values(
-    pair: Pair, family: str
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """torch's products may give a row other bits in other company."""
+    trace_once(monkeypatch)
     model = generic_model(family)
     pair.start(((1, 3), (2, 2)), model, spec=spec_of(model))
     requests = pair.requests(SOME)
@@ -259,8 +268,7 @@ def test_layers_move_on_the_decode_server_while_its_requests_are_elsewhere(pair:
 # What goes wrong
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("way", ["dies", "hangs"])
+@pytest.mark.parametrize(("way", "stage"), [("dies", 1), ("hangs", 0)])
 def test_an_executor_that_is_gone_in_the_middle_of_a_step_costs_its_leases_only(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, stage: int, way: str
 ) -> None:

@@ -4,6 +4,7 @@ The whole runtime but its processes, in one process, as in `test_token_identity.
 """
 
 import random
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 import torch
 from support.adjusted_logits import adjusted_by_hand
 from support.greedy_oracle import reference_model
-from support.local_pipeline import LocalPipeline
+from support.local_pipeline import FASTEST, LocalPipeline
 from support.tiny_models import VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
@@ -23,18 +24,27 @@ pytestmark = pytest.mark.slow
 SPLITS = {1: (6,), 2: (2, 4), 4: (2, 1, 1, 2)}
 CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
 WHOLE = {"policy": "sarathi", "max_prefill_tokens": 2048}
+FASTEST_IN_FP32 = FASTEST | {"dtype": "float32"}
 # In fp32 our kernels and transformers' add up in different orders.
 TOLERANCE = 1e-4
 
 
-@torch.inference_mode()
 def reference_logprobs(path: Path, request: Request) -> torch.Tensor:
     """[N, V]: row p tells of the token at p + 1, of the prompt or drawn by the request's rules."""
-    prompt_length, sampling = len(request.prompt_ids), request.sampling
-    tokens = torch.tensor([request.prompt_ids + request.output_ids])
+    return _reference_logprobs(
+        path, tuple(request.prompt_ids), tuple(request.output_ids), request.sampling
+    )
+
+
+@cache
+@torch.inference_mode()
+def _reference_logprobs(
+    path: Path, prompt_ids: tuple[int, ...], output_ids: tuple[int, ...], sampling: SamplingSpec
+) -> torch.Tensor:
+    tokens = torch.tensor([prompt_ids + output_ids])
     logits = reference_model(path)(tokens).logits[0].clone()
-    for count, position in enumerate(range(prompt_length - 1, logits.shape[0])):
-        row = adjusted_by_hand(logits[position].tolist(), sampling, request.output_ids[:count])
+    for count, position in enumerate(range(len(prompt_ids) - 1, logits.shape[0])):
+        row = adjusted_by_hand(logits[position].tolist(), sampling, output_ids[:count])
         temperature = 1.0 if sampling.is_greedy else sampling.temperature
         logits[position] = torch.tensor(row) / temperature
     return logits.log_softmax(dim=-1)
@@ -177,11 +187,12 @@ def test_after_retractions_every_row_has_come_once(num_stages):
     pipeline = LocalPipeline(
         tiny_model("mistral-sharded"),
         SPLITS[num_stages],
-        num_pages=34,
+        num_pages=26,
         scheduling=SchedulingArgs(page_size=4),
         throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
+        **FASTEST_IN_FP32,
     )
-    requests = make_requests(9, max_new_tokens=40)
+    requests = make_requests(9, max_new_tokens=24)
     pipeline.run(requests)
     assert any(request.num_retractions and request.logprobs for request in requests)
     assert_all("mistral-sharded", requests)

@@ -5,6 +5,7 @@ stages, layer splits, policies, page sizes, prefix cache and memory pressure.
 """
 
 import random
+from functools import cache
 
 import pytest
 from support.greedy_oracle import count_ties
@@ -28,9 +29,6 @@ SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5)], 4: [(2, 1, 1, 2), (3, 1, 1, 1)]}
 KERNELS = {"torch": ("torch", "torch"), "compiled": ("cpu", "cpu")}
 # For what is nothing to a kernel, and is held to transformers in fp32.
 FASTEST_IN_FP32 = FASTEST | {"dtype": "float32"}
-with_and_without_kernels = pytest.mark.parametrize(
-    "kernels", ["torch", pytest.param("compiled", marks=pytest.mark.compiler)]
-)
 # Small budgets, so that prompts of a few dozen tokens are cut into chunks.
 CHUNKED = {"max_prefill_tokens": 24, "min_prefill_tokens": 4, "prefill_spread_steps": 3}
 # Known from the first step on. A row and what it attends to cost much beside a layer's base, so
@@ -43,9 +41,7 @@ COSTS = StepCosts(
 )
 
 
-def make_requests(
-    count: int, *, max_new_tokens: int = 12, sampling: SamplingSpec = GREEDY
-) -> list[Request]:
+def make_requests(count: int, *, max_new_tokens: int = 12) -> list[Request]:
     """Prompts of 1 to 60 tokens; every other one begins like the first."""
     numbers = random.Random(count)
     shared = [numbers.randrange(VOCAB_SIZE) for _ in range(40)]
@@ -54,7 +50,7 @@ def make_requests(
         own = [numbers.randrange(VOCAB_SIZE) for _ in range(numbers.randrange(1, 20))]
         prompt = shared + own if index % 2 else own
         stops = StopRules(max_new_tokens=max_new_tokens)
-        requests.append(Request(f"request-{index}", prompt, sampling, stops))
+        requests.append(Request(f"request-{index}", prompt, GREEDY, stops))
     return requests
 
 
@@ -68,8 +64,14 @@ def assert_greedy(name: str, requests: list[Request]) -> None:
     print(f"{name}: {num_tokens} greedy tokens, {ties} ties below 1e-4 that went the other way")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_stages", SPLITS)
+# Every policy with most steps in flight, and at another depth: with one step, or with two.
+@pytest.mark.parametrize(
+    ("policy", "num_stages"),
+    [
+        *((policy, 4) for policy in POLICIES),
+        *((policy, 1 + number % 2) for number, policy in enumerate(POLICIES)),
+    ],
+)
 def test_under_every_policy_and_number_of_stages(policy, num_stages):
     """One split each: which layers a stage has is nothing to a policy."""
     layer_counts = SPLITS[num_stages][0]
@@ -101,13 +103,13 @@ def test_though_one_target_binds_steps_and_the_other_is_missed(num_stages, targe
     pipeline = LocalPipeline(
         tiny_model("qwen3"),
         SPLITS[num_stages][0],
-        num_pages=34,
+        num_pages=26,
         scheduling=SchedulingArgs(page_size=4),
         throttle=throttle,
         costs=COSTS,
         **FASTEST_IN_FP32,
     )
-    requests = make_requests(8, max_new_tokens=40)
+    requests = make_requests(8, max_new_tokens=24)
     pipeline.run(requests)
     assert_greedy("qwen3", requests)
     assert sum(request.num_retractions for request in requests) > 0
@@ -116,23 +118,26 @@ def test_though_one_target_binds_steps_and_the_other_is_missed(num_stages, targe
     assert ("TPOT", "TTFT") in {(budget.bound_by, budget.missed) for budget in budgets}
 
 
+FAMILIES = [
+    *("qwen2-tied", "mixtral-sharded", "qwen2-moe", "qwen3-moe", "glm", "glm4", "chatglm"),
+    "gpt-oss",
+]
+
+
+# Where layers are cut is nothing to a kernel, but a stage may be the first and the last; and it is
+# nothing to a family, but a tied head is read on two stages, and once where they are one.
 @pytest.mark.parametrize(
-    "name",
+    ("name", "num_stages", "kernels"),
     [
-        *("qwen2-tied", "mixtral-sharded", "qwen2-moe", "qwen3-moe", "glm", "glm4", "chatglm"),
-        "gpt-oss",
+        *((name, 4 if number % 2 else 2, "torch") for number, name in enumerate(FAMILIES)),
+        *(
+            pytest.param(name, 1 if number % 2 else 4, "compiled", marks=pytest.mark.compiler)
+            for number, name in enumerate(FAMILIES)
+        ),
+        ("qwen2-tied", 1, "torch"),
     ],
 )
-@pytest.mark.parametrize(
-    ("num_stages", "kernels"),
-    [
-        *((num_stages, "torch") for num_stages in SPLITS),
-        # Where layers are cut is nothing to a kernel, but a stage may be the first and the last.
-        pytest.param(1, "compiled", marks=pytest.mark.compiler),
-        pytest.param(4, "compiled", marks=pytest.mark.compiler),
-    ],
-)
-def test_of_every_model_family(kernels, num_stages, name):
+def test_of_every_model_family(name, num_stages, kernels):
     """Prompts cut into chunks and steps of several requests, on uneven stages too."""
     attention_backend, layer_kernels = KERNELS[kernels]
     pipeline = LocalPipeline(
@@ -166,9 +171,16 @@ def test_however_waiting_tokens_and_pages_are_counted(accounting, duplicate_pref
     assert_greedy("qwen3", requests)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("radix_cache", [True, False])
-@with_and_without_kernels
+# Each page size and each kind of kernels meets hits and none, and the other two.
+@pytest.mark.parametrize(
+    ("page_size", "radix_cache", "kernels"),
+    [
+        (1, True, "torch"),
+        (16, False, "torch"),
+        pytest.param(16, True, "compiled", marks=pytest.mark.compiler),
+        pytest.param(1, False, "compiled", marks=pytest.mark.compiler),
+    ],
+)
 def test_with_and_without_radix_hits(page_size, radix_cache, kernels):
     attention_backend, layer_kernels = KERNELS[kernels]
     scheduling = SchedulingArgs(page_size=page_size, radix_cache=radix_cache)
@@ -188,20 +200,21 @@ def test_with_and_without_radix_hits(page_size, radix_cache, kernels):
     assert (hits > 0) == radix_cache
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("radix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("num_stages", "radix_cache"), [(1, False), (2, True), (4, True), (4, False)]
+)
 def test_under_retraction(num_stages, radix_cache):
     """A pool for about two requests: the others are retracted and computed again."""
     scheduling = SchedulingArgs(page_size=4, radix_cache=radix_cache)
     pipeline = LocalPipeline(
         tiny_model("mistral-sharded"),
         SPLITS[num_stages][0],
-        num_pages=34,
+        num_pages=26,
         scheduling=scheduling,
         throttle=ThrottleArgs(pause_free_share=0.0, **CHUNKED),
         **FASTEST_IN_FP32,
     )
-    requests = make_requests(8, max_new_tokens=40)
+    requests = make_requests(8, max_new_tokens=24)
     pipeline.run(requests)
     assert sum(request.num_retractions for request in requests) > 0
     assert_greedy("mistral-sharded", requests)
@@ -221,16 +234,31 @@ def test_after_an_abort_in_the_middle_of_a_prefill():
     assert_greedy("qwen3", rest)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen2-moe-every-other-layer"])
+PLANS = {
+    "two stages": [(3, 3), (4, 2), (1, 5)],
+    "three stages": [(2, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4)],
+}
+
+
+# Both models meet both depths and both kinds of kernels.
 @pytest.mark.parametrize(
-    "splits",
-    [[(3, 3), (4, 2), (1, 5)], [(2, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4)]],
-    ids=["two stages", "three stages"],
+    ("model", "plans", "kernels"),
+    [
+        ("qwen3", "three stages", "torch"),
+        ("qwen2-moe-every-other-layer", "two stages", "torch"),
+        pytest.param("qwen3", "two stages", "compiled", marks=pytest.mark.compiler),
+        pytest.param(
+            "qwen2-moe-every-other-layer",
+            "three stages",
+            "compiled",
+            marks=pytest.mark.compiler,
+        ),
+    ],
 )
-@with_and_without_kernels
-def test_though_layers_move_while_requests_run(splits, kernels, model):
+def test_though_layers_move_while_requests_run(model, plans, kernels):
     """One move after the other: prompts in chunks, decodes and cached pages are on their way."""
     attention_backend, layer_kernels = KERNELS[kernels]
+    splits = PLANS[plans]
     pipeline = LocalPipeline(
         tiny_model(model),
         splits[0],
@@ -257,7 +285,8 @@ def test_though_layers_move_while_requests_run(splits, kernels, model):
 
 
 def adjusted_requests(temperature: float) -> list[Request]:
-    """Some with every penalty, bias and minimum, some with one of them, some with none.
+    """Some with every penalty, bias and minimum, some with one of them, some with none; the second
+    half draws among the likeliest tokens only.
 
     Half of the vocabulary stops a request, so that a minimum is needed to get anywhere.
     """
@@ -282,7 +311,10 @@ def adjusted_requests(temperature: float) -> list[Request]:
     requests = make_requests(2 * len(features), max_new_tokens=40)
     for number, request in enumerate(requests):
         request.sampling = SamplingSpec(
-            temperature=temperature, seed=number, **features[number % len(features)]
+            temperature=temperature,
+            seed=number,
+            top_p=0.9 if temperature and number >= len(features) else 1.0,
+            **features[number % len(features)],
         )
         request.stops = StopRules(max_new_tokens=40, stop_token_ids=frozenset(stop_ids))
     return requests
@@ -300,7 +332,8 @@ def crowded_pipeline(layer_counts: tuple[int, ...], dtype: str = "float32") -> L
     )
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+# The last stage alone adjusts logits: it is the only one, or it draws for several steps in flight.
+@pytest.mark.parametrize("num_stages", [1, 4])
 def test_with_penalties_biases_and_minimums_under_retraction(num_stages):
     requests = adjusted_requests(temperature=0.0)
     crowded_pipeline(SPLITS[num_stages][0]).run(requests)
@@ -315,14 +348,21 @@ def test_with_penalties_biases_and_minimums_under_retraction(num_stages):
     assert min(len(r.output_ids) for r in requests if not r.sampling.min_new_tokens) < 20
 
 
+@cache
+def sampled_alone() -> list[list[int]]:
+    """The tokens of `adjusted_requests(1.0)`, each by itself."""
+    alone = LocalPipeline(tiny_model("qwen3"), (6,), **FASTEST)
+    return [alone.run([request])[0] for request in adjusted_requests(temperature=1.0)]
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_sampled_tokens_with_penalties_are_the_same_alone_and_after_retraction(num_stages):
+def test_sampled_tokens_are_the_same_alone_and_in_company_and_after_retraction(num_stages):
     requests = adjusted_requests(temperature=1.0)
     crowded_pipeline(SPLITS[num_stages][0], "bfloat16").run(requests)
-    assert any(r.num_retractions and r.sampling.penalises_output for r in requests)
-    alone = LocalPipeline(tiny_model("qwen3"), (6,), **FASTEST)
-    for request, again in zip(requests, adjusted_requests(temperature=1.0), strict=True):
-        assert alone.run([again]) == [request.output_ids]
+    retracted = [request.sampling for request in requests if request.num_retractions]
+    assert any(sampling.penalises_output for sampling in retracted)
+    assert any(sampling.top_p < 1.0 for sampling in retracted)
+    assert [request.output_ids for request in requests] == sampled_alone()
 
 
 def test_a_bias_forbids_a_token_or_forces_it():
@@ -336,15 +376,3 @@ def test_a_bias_forbids_a_token_or_forces_it():
     pipeline.run([forced])
     assert favourite not in forbidden.output_ids
     assert forced.output_ids == [17] * 6
-
-
-def test_sampled_tokens_are_the_same_alone_and_in_company_and_after_retraction():
-    sampling = SamplingSpec(temperature=1.0, top_p=0.9, seed=11)
-    requests = make_requests(8, max_new_tokens=40, sampling=sampling)
-    crowded_pipeline((2, 4), "bfloat16").run(requests)
-    assert sum(request.num_retractions for request in requests) > 0
-    alone = LocalPipeline(tiny_model("qwen3"), (6,), **FASTEST)
-    for request, again in zip(
-        requests, make_requests(8, max_new_tokens=40, sampling=sampling), strict=True
-    ):
-        assert alone.run([again]) == [request.output_ids]

@@ -4,6 +4,7 @@ The judge of `pp_runner/output/logit_adjustments.py`, in Python floats, from SGL
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from sgl_pipeline.requests import SamplingSpec
@@ -14,8 +15,9 @@ def adjusted_by_hand(
 ) -> list[float]:
     """The logits [V] that the sampler must see after `output_ids` have been drawn."""
     adjusted = []
+    counts = Counter(output_ids)
     for token, logit in enumerate(logits):
-        count = list(output_ids).count(token)
+        count = counts[token]
         logit -= spec.frequency_penalty * count
         if count:
             logit -= spec.presence_penalty

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoConfig,
@@ -18,6 +19,8 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
 )
+
+from sgl_pipeline.pp_runner.model.generic import generic_stage
 
 VOCAB_SIZE, NUM_LAYERS = 128, 4
 MODEL_SIZES: dict[str, Any] = {
@@ -284,6 +287,15 @@ def _spread(model: PreTrainedModel) -> None:
             tensor.uniform_(0.8, 1.2)
         elif tensor.dim() < 2 or name.endswith("bias") or "experts" in name:
             tensor.normal_(0.0, 0.2)
+
+
+_structure = cache(generic_stage.structure)
+
+
+def trace_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages of a checkpoint share one trace of its structure: each process makes its own on a
+    server, and they are equal, as the code and the config are the same."""
+    monkeypatch.setattr(generic_stage, "structure", _structure)
 
 
 @cache

@@ -35,7 +35,7 @@ from sgl_pipeline.pp_runner.model.generic.plain_layer import (
     rotation_of,
 )
 from sgl_pipeline.pp_runner.model.generic.plain_probe import TRIAL_POSITIONS, plain_forms
-from sgl_pipeline.pp_runner.model.generic.probes import trace
+from sgl_pipeline.pp_runner.model.generic.probes import Trace, trace
 from sgl_pipeline.pp_runner.model.generic.rotary_choice import hold_frequencies, return_fp32
 from sgl_pipeline.pp_runner.model.generic.skeleton import KeyTable, make_skeleton
 from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
@@ -47,6 +47,11 @@ from sgl_pipeline.pp_runner.weights.paced_weights import PacedWeights
 
 # `DecoderLayer` where they are plain, else a module of transformers.
 Layer = Any
+
+
+def structure(path: str | Path, dtype: torch.dtype) -> Trace:
+    """The structure of the model in the directory `path`, in `dtype`. Raises as `trace`."""
+    return trace(make_skeleton(path, dtype, PROBED))
 
 
 class GenericStageModel:
@@ -82,7 +87,7 @@ class GenericStageModel:
                 "the layers of this model are transformers' code, which runs on CPUs only "
                 "(--device cpu)"
             )
-        seen = trace(make_skeleton(path, dtype, PROBED))
+        seen = structure(path, dtype)
         if seen.attentions != spec.attentions:
             raise UnsupportedModelError(
                 f"the model in {path} attends in other ways than the one that was probed at the "

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.generic_families import VOCAB_SIZE, generated, generic_model
+from support.generic_families import VOCAB_SIZE, generated, generic_model, trace_once
 from support.multimodal_models import MULTIMODAL, multimodal_model
 from support.quantized_models import FORMATS, quantized_model, write_config
 from support.stage_chain import StageChain, new_request
@@ -21,6 +22,7 @@ from sgl_pipeline.errors import CheckpointError, ConfigurationError, Unsupported
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
 from sgl_pipeline.pp_runner.model.generic.generic_stage import GenericStageModel
 from sgl_pipeline.pp_runner.model.generic.probe import probe
+from sgl_pipeline.pp_runner.model.generic.spec import GenericSpec
 from sgl_pipeline.pp_runner.model.model_spec import read_model_spec
 from sgl_pipeline.pp_runner.stage_model_choice import load_stage_model
 from sgl_pipeline.pp_runner.worker_hello import WorkerSite, worker_hello
@@ -29,13 +31,18 @@ PROMPT = [11 * place % VOCAB_SIZE for place in range(17)]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_once(monkeypatch)
+
+
+@cache
+def spec_of(path: Path) -> GenericSpec:
+    return probe(path)
 
 
 def load(path: Path, layers: range, **arguments: Any) -> Any:
     return load_stage_model(
-        arguments.pop("spec", None) or probe(path),
+        arguments.pop("spec", None) or spec_of(path),
         path,
         layers=layers,
         dtype=torch.float32,
@@ -118,7 +125,7 @@ def test_made_up_weights_need_no_files(tmp_path: Path) -> None:
 def test_the_text_part_of_a_multimodal_checkpoint_is_served(name: str) -> None:
     path = multimodal_model(name)
     chain = StageChain(path, (2, 4), spec=probe(path))
-    assert chain.generate(new_request(PROMPT), 12, 5) == generated(path, PROMPT, 12)
+    assert chain.generate(new_request(PROMPT), 6, 5) == generated(path, PROMPT, 6)
     names = [one for stage in chain.stages for one in stage.loaded]
     assert not [one for one in names if "vis" in one or "projector" in one]
 

@@ -1,7 +1,7 @@
 """A model that transformers' code would compute wrongly in stages is refused, with the reason."""
 
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,6 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from sgl_pipeline.errors import ConfigurationError, UnsupportedModelError
 from sgl_pipeline.pp_runner.layer_kernels.torch_kernels import TorchKernels
-from sgl_pipeline.pp_runner.model.generic import __main__ as command_module
 from sgl_pipeline.pp_runner.model.generic import layers
 from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.generic.rotary_choice import context_lengths
@@ -321,19 +320,23 @@ def test_the_spec_travels_as_json_and_the_command_prints_it() -> None:
     assert spec.expert_layers == {0, 1, 2, 3} and spec.kinds == (0, 1, 0, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.multiproc
 def test_the_command_says_in_one_line_why_a_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-m", "sgl_pipeline.pp_runner.model.generic"]
+    """A process of its own asks it in test/server/test_model_impl.py."""
+    command = "sgl_pipeline.pp_runner.model.generic"
     path = write_config(tmp_path / "nanochat", "nanochat", {})
-    refused = subprocess.run([*command, path], capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stdout.count("\n") == 1
-    assert "instead of one norm" in refused.stdout
-    monkeypatch.setattr(sys, "argv", [*command[:1], str(generic_model("llama"))])
-    assert command_module.main() == 0
-    assert GenericSpec.from_json(capsys.readouterr().out) == probe(generic_model("llama"))
+    for model, code in ((path, 2), (generic_model("llama"), 0)):
+        monkeypatch.setattr(sys, "argv", [command, str(model)])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(command, run_name="__main__")
+        assert end.value.code == code
+        line = capsys.readouterr().out
+        assert line.count("\n") == 1
+        if code == 2:
+            assert "instead of one norm" in line
+        else:
+            assert GenericSpec.from_json(line) == probe(model)
 
 
 def test_a_directory_that_cannot_be_read_is_the_users_error(tmp_path: Path) -> None:
