@@ -8,6 +8,7 @@ With a single round an interval says how the requests differ, not how rounds wou
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -46,9 +47,10 @@ class _Sample:
         return values[..., self.rounds[:, None], self.requests]
 
 
-def _samples(num_rounds: int, num_requests: int) -> list[_Sample]:
+@lru_cache(maxsize=1)  # a study's rates and policies have rounds of one size
+def _samples(num_rounds: int, num_requests: int) -> tuple[_Sample, ...]:
     random = np.random.default_rng(_SEED)
-    return [_Sample(num_rounds, num_requests, random) for _ in range(NUM_SAMPLES)]
+    return tuple(_Sample(num_rounds, num_requests, random) for _ in range(NUM_SAMPLES))
 
 
 def capacity(trials: Sequence[RateTrial], target: LatencyTarget, needed_share: float) -> Estimate:
