@@ -48,9 +48,9 @@ class _Sample:
 
 
 @lru_cache(maxsize=1)  # a study's rates and policies have rounds of one size
-def _samples(num_rounds: int, num_requests: int) -> tuple[_Sample, ...]:
+def _samples(count: int, num_rounds: int, num_requests: int) -> tuple[_Sample, ...]:
     random = np.random.default_rng(_SEED)
-    return tuple(_Sample(num_rounds, num_requests, random) for _ in range(NUM_SAMPLES))
+    return tuple(_Sample(num_rounds, num_requests, random) for _ in range(count))
 
 
 def capacity(trials: Sequence[RateTrial], target: LatencyTarget, needed_share: float) -> Estimate:
@@ -61,7 +61,7 @@ def capacity(trials: Sequence[RateTrial], target: LatencyTarget, needed_share: f
     def crossing_of(values: np.ndarray) -> float:
         return crossing(rates, values.mean(axis=(-2, -1)).tolist(), needed_share)
 
-    drawn = [crossing_of(sample.of(met)) for sample in _samples(*met.shape[1:])]
+    drawn = [crossing_of(sample.of(met)) for sample in _samples(NUM_SAMPLES, *met.shape[1:])]
     return _estimate(crossing_of(met), drawn)
 
 
@@ -81,7 +81,7 @@ def capacity_ratio(
         )
         return above / below
 
-    drawn = [ratio(sample.of) for sample in _samples(*sides[0][1].shape[1:])]
+    drawn = [ratio(sample.of) for sample in _samples(NUM_SAMPLES, *sides[0][1].shape[1:])]
     return _estimate(ratio(lambda met: met), drawn)
 
 
@@ -94,7 +94,7 @@ def trial_ratios(one: RateTrial, other: RateTrial, target: LatencyTarget) -> dic
         "TTFT": [_values(trial, 0) for trial in (one, other)],
         "TPOT": [_values(trial, 1) for trial in (one, other)],
     }
-    samples = _samples(*pairs["goodput"][0].shape)
+    samples = _samples(NUM_SAMPLES, *pairs["goodput"][0].shape)
     found = {}
     for name, (above, below) in pairs.items():
         drawn = [_ratio(sample.of(above), sample.of(below)) for sample in samples]
