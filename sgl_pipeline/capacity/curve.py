@@ -8,6 +8,7 @@ With a single round an interval says how the requests differ, not how rounds wou
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -46,9 +47,10 @@ class _Sample:
         return values[..., self.rounds[:, None], self.requests]
 
 
-def _samples(num_rounds: int, num_requests: int) -> list[_Sample]:
+@lru_cache(maxsize=1)  # a study's rates and policies have rounds of one size
+def _samples(count: int, num_rounds: int, num_requests: int) -> tuple[_Sample, ...]:
     random = np.random.default_rng(_SEED)
-    return [_Sample(num_rounds, num_requests, random) for _ in range(NUM_SAMPLES)]
+    return tuple(_Sample(num_rounds, num_requests, random) for _ in range(count))
 
 
 def capacity(trials: Sequence[RateTrial], target: LatencyTarget, needed_share: float) -> Estimate:
@@ -59,7 +61,7 @@ def capacity(trials: Sequence[RateTrial], target: LatencyTarget, needed_share: f
     def crossing_of(values: np.ndarray) -> float:
         return crossing(rates, values.mean(axis=(-2, -1)).tolist(), needed_share)
 
-    drawn = [crossing_of(sample.of(met)) for sample in _samples(*met.shape[1:])]
+    drawn = [crossing_of(sample.of(met)) for sample in _samples(NUM_SAMPLES, *met.shape[1:])]
     return _estimate(crossing_of(met), drawn)
 
 
@@ -79,7 +81,7 @@ def capacity_ratio(
         )
         return above / below
 
-    drawn = [ratio(sample.of) for sample in _samples(*sides[0][1].shape[1:])]
+    drawn = [ratio(sample.of) for sample in _samples(NUM_SAMPLES, *sides[0][1].shape[1:])]
     return _estimate(ratio(lambda met: met), drawn)
 
 
@@ -92,7 +94,7 @@ def trial_ratios(one: RateTrial, other: RateTrial, target: LatencyTarget) -> dic
         "TTFT": [_values(trial, 0) for trial in (one, other)],
         "TPOT": [_values(trial, 1) for trial in (one, other)],
     }
-    samples = _samples(*pairs["goodput"][0].shape)
+    samples = _samples(NUM_SAMPLES, *pairs["goodput"][0].shape)
     found = {}
     for name, (above, below) in pairs.items():
         drawn = [_ratio(sample.of(above), sample.of(below)) for sample in samples]

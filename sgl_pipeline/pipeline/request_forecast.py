@@ -148,6 +148,8 @@ class Forecaster:
         """Sends one step, if the pipeline has room and there is anything to send."""
         if len(self._flights) >= self._outlook.load.pipeline_depth:
             return False
+        if not (self._ready or self._prefilling or self._may_admit()):
+            return False  # whatever the policy would say
         load = self._load()
         budget = self._outlook.policy(load)
         decodes = min(most_decodes(budget, load), len(self._ready))
@@ -207,16 +209,19 @@ class Forecaster:
             drawing.append(job)
         return given
 
-    def _admit(self) -> bool:
-        """Admits the head of the queue, if it may run and its prefill fits."""
+    def _may_admit(self) -> bool:
+        """True if the head of the queue may run and its prefill fits."""
         num_running = len(self._running)
         if not self._waiting or num_running >= self._outlook.max_running_requests:
             return False
-        job = self._waiting[0]
-        if job.new_pages > self._available - num_running:
+        return self._waiting[0].new_pages <= self._available - num_running
+
+    def _admit(self) -> bool:
+        """Admits the head of the queue, if it may be."""
+        if not self._may_admit():
             return False
+        job = self._waiting.popleft()
         self._available -= job.new_pages
-        self._waiting.popleft()
         self._prefilling.append(job)
         self._running.add(job)
         if self._first_ran_s is None:

@@ -94,8 +94,8 @@ def _tune(options: argparse.Namespace) -> int:
         for trial in search(ThrottleArgs(policy=policy), attainment, options.needed_share):
             best = trial if best is None or trial.score > best.score else best
             print(f"{trial.score:8.2f} req/s  {' '.join(server_flags(trial.throttle))}")
+            require(best.score < math.inf, "all requests at once meet the target; use more")
         assert best is not None
-        require(best.score < math.inf, "all requests at once meet the target; use more")
         print(f"best of {policy}: {best.score:.2f} req/s with")
         print("  " + " ".join(server_flags(best.throttle)), flush=True)
     return 0

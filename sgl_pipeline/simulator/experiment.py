@@ -5,11 +5,13 @@ The door of the room: the command line, the figures and the budget search all go
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs, require
 from sgl_pipeline.costs.stage_costs import TYPICAL_STEP, StageCosts
+from sgl_pipeline.costs.step_costs import StepCosts
 from sgl_pipeline.errors import ConfigurationError
 from sgl_pipeline.host_network import HostNetwork
 from sgl_pipeline.layer_partition import even_layer_counts
@@ -215,8 +217,7 @@ class Cluster:
 
     def parts(self) -> AttentionSeconds:
         """The times of a layer and of the ends."""
-        parts = part_seconds(DEVICES[self.device], self.shape, self.tensor_parallel)
-        return parts if self.tail_factor == 1.0 else ScaledTail(parts, self.tail_factor)
+        return _parts(self.device, self.shape, self.tensor_parallel, self.tail_factor)
 
     def kv_pool_tokens(self) -> int:
         if self.pool_tokens is not None:
@@ -253,8 +254,9 @@ class Cluster:
         """Predicts the steps of stages with these costs, by what `forecast` says."""
         predictor = None
         if self.forecast == "tables":
-            num_layers = sum(costs.layer_counts)
-            fitted = fitted_costs(costs.stage, num_layers, self.layer_weights)
+            fitted = _fitted_to_tables(
+                self.device, self.shape, self.tensor_parallel, self.tail_factor, self.layer_weights
+            )
             predictor = StepPredictor(fitted)
         return StepForecast(StagePlan(0, costs.layer_counts), predictor)
 
@@ -265,6 +267,25 @@ class Cluster:
         return VirtualStore(
             self.store, layer_page_bytes, self.shape.num_layers, self.host.transit_s
         )
+
+
+def _parts(
+    device: str, shape: ModelShape, tensor_parallel: int, tail_factor: float
+) -> AttentionSeconds:
+    parts = part_seconds(DEVICES[device], shape, tensor_parallel)
+    return parts if tail_factor == 1.0 else ScaledTail(parts, tail_factor)
+
+
+@lru_cache(maxsize=16)  # runs that are compared differ in load, policy and split
+def _fitted_to_tables(
+    device: str,
+    shape: ModelShape,
+    tensor_parallel: int,
+    tail_factor: float,
+    layer_weights: tuple[float, ...],
+) -> StepCosts:
+    parts = _parts(device, shape, tensor_parallel, tail_factor)
+    return fitted_costs(parts, shape.num_layers, layer_weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,9 +65,15 @@ class Told:
 
 
 def forecasts(
-    pool_tokens: int, policy: str, seed: int = 1, asks_running: bool = False, **options: int
+    pool_tokens: int,
+    policy: str,
+    *,
+    asks_running: bool = False,
+    every_s: float = 0.5,
+    most_steps: int | None = None,
+    **options: int,
 ) -> list[Told]:
-    """A hundred requests at once; now and then some that wait are forecast, or that decode."""
+    """A hundred requests at once; every so often some that wait are forecast, or that decode."""
     scheduler = NobodyKnowsWhen(
         SchedulingArgs(**options),  # type: ignore[arg-type]
         make_policy(ThrottleArgs(policy=policy)),
@@ -77,9 +83,11 @@ def forecasts(
     )
     costs = CLUSTER.costs()
     plan = StagePlan(0, costs.layer_counts)
-    predictor = StepPredictor(fitted_costs(costs.stage, plan.num_layers))
-    known = StepForecast(plan, predictor, learns=False) if policy == "throttle-time" else None
-    pipeline, random, ids = VirtualPipeline(scheduler, costs, known), Random(seed), TokenIds()
+    known = None
+    if policy == "throttle-time":
+        predictor = StepPredictor(fitted_costs(costs.stage, plan.num_layers))
+        known = StepForecast(plan, predictor, learns=False)
+    pipeline, random, ids = VirtualPipeline(scheduler, costs, known), Random(1), TokenIds()
     requests = [
         SimulatedRequest(
             arrival_s=0.0,
@@ -93,7 +101,7 @@ def forecasts(
 
     def ask(_: int, now_s: float) -> None:
         nonlocal asked_s
-        if now_s - asked_s < 0.5:
+        if now_s - asked_s < every_s:
             return
         asked_s = now_s
         asked = [
@@ -104,7 +112,7 @@ def forecasts(
             assert outlook is not None
             told.append(Told(pipeline._core.forecast(outlook, now_s), now_s, request))
 
-    pipeline.run(requests, ask)
+    pipeline.run(requests, ask, most_steps)
     return told
 
 
@@ -124,19 +132,27 @@ def test_a_queue_that_waits_for_compute_is_foreseen_closely(policy: str) -> None
 
 @pytest.mark.parametrize("policy", ["throttle-time", "throttle", "sarathi"])
 @pytest.mark.parametrize(
-    ("pool_tokens", "options"), [(400_000, {"max_running_requests": 16}), (40_000, {})]
+    ("pool_tokens", "every_s", "options"),
+    [(400_000, 2.0, {"max_running_requests": 16}), (40_000, 0.5, {})],
 )
 def test_a_queue_that_waits_for_answers_to_end_is_foreseen_roughly(
-    policy: str, pool_tokens: int, options: dict[str, int]
+    policy: str, pool_tokens: int, every_s: float, options: dict[str, int]
 ) -> None:
-    found = errors(forecasts(pool_tokens, policy, **options))
+    found = errors(forecasts(pool_tokens, policy, every_s=every_s, **options))
     assert len(found) >= 100
     assert abs(median(found)) < 0.2
     assert sum(abs(error) < 0.75 for error in found) > 0.8 * len(found)
 
 
 def test_a_decode_is_forecast_while_others_wait_for_places() -> None:
-    told = forecasts(400_000, "throttle-time", asks_running=True, max_running_requests=4)
+    told = forecasts(
+        400_000,
+        "throttle-time",
+        asks_running=True,
+        every_s=1.0,
+        most_steps=3000,
+        max_running_requests=4,
+    )
     known = [one.forecast for one in told if not one.forecast.reason]
     assert len(known) > 100
     for forecast in known:
@@ -145,7 +161,8 @@ def test_a_decode_is_forecast_while_others_wait_for_places() -> None:
 
 
 def test_before_any_answer_has_ended_a_full_house_is_unknown() -> None:
-    told = forecasts(400_000, "throttle", max_running_requests=2)
+    told = forecasts(400_000, "throttle", most_steps=600, max_running_requests=2)
+    assert any(one.forecast.num_ended > 1 for one in told)
     unknown = [one for one in told if one.forecast.reason]
     assert unknown[0].forecast.reason.endswith(
         "steps of this plan have been measured, too few to tell"

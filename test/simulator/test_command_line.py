@@ -14,13 +14,14 @@ from sgl_pipeline.throttle import POLICY_TABLE
 
 LENIENT = ["--target-ttft-ms", "1e6", "--target-tpot-ms", "1e6"]
 SMALL = ["--model", "Qwen2.5-14B", "--requests", "30", "--trace", "sharegpt"]
+FEW = ["--model", "Qwen2.5-14B", "--requests", "8", "--trace", "sharegpt"]
 
 
 def test_policies_and_rates_make_a_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     lines, steps = tmp_path / "runs.jsonl", tmp_path / "steps.jsonl"
-    arguments = ["run", *SMALL, "--rate", "4,inf", "--policy", "throttle,sarathi"]
+    arguments = ["run", *FEW, "--rate", "4,inf", "--policy", "throttle,sarathi"]
     arguments += ["--json", str(lines), "--trace-path", str(steps)]
     arguments += LENIENT
     assert main(arguments) == 0
@@ -33,7 +34,7 @@ def test_policies_and_rates_make_a_table(
     ]
     assert all(row.endswith("100.0%") for row in rows)
     runs = [msgspec.json.decode(line) for line in lines.read_bytes().splitlines()]
-    assert [run["summary"]["num_requests"] for run in runs] == [30] * 4
+    assert [run["summary"]["num_requests"] for run in runs] == [8] * 4
     records = list(read_trace(steps))
     assert len(records) == runs[-1]["summary"]["num_steps"]
     assert len(records[0].stages) == 4
@@ -42,16 +43,16 @@ def test_policies_and_rates_make_a_table(
 def test_unless_policies_are_named_the_default_of_the_server_comes_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["run", *SMALL]) == 0
+    assert main(["run", *FEW]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["throttle-time", "throttle", "sarathi"]
-    assert main(["run", *SMALL, "--device", "a100-80g", "--pd", "1:1"]) == 0
+    assert main(["run", *FEW, "--device", "a100-80g", "--pd", "1:1"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["throttle-time", "throttle", "sarathi"]
 
 
 def test_state_slots_bound_the_requests_that_run(tmp_path: Path) -> None:
-    arguments = ["run", *SMALL, "--rate", "inf", "--policy", "throttle", "--disable-radix-cache"]
+    arguments = ["run", *FEW, "--rate", "inf", "--policy", "throttle", "--disable-radix-cache"]
     most = {}
     for slots in ("0", "3"):
         steps = tmp_path / f"{slots}.jsonl"
@@ -62,7 +63,7 @@ def test_state_slots_bound_the_requests_that_run(tmp_path: Path) -> None:
 
 
 def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "sharegpt", "--requests", "150"]
+    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "sharegpt", "--requests", "80"]
     arguments += ["--rate", "24", "--policy", "throttle"]
     assert main(arguments) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
@@ -81,7 +82,7 @@ def test_moves_stand_below_the_row_of_their_run(capsys: pytest.CaptureFixture[st
 def test_what_a_store_did_stands_below_the_row_of_its_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "azure_conv", "--requests", "30"]
+    arguments = ["run", "--model", "Qwen2.5-14B", "--trace", "azure_conv", "--requests", "20"]
     arguments += ["--hit-rate", "0.8", "--sharing-requests", "3", "--rate", "1"]
     arguments += ["--policy", "throttle", "--pool-tokens", "5000"]
     assert main(arguments) == 0
@@ -94,7 +95,7 @@ def test_what_a_store_did_stands_below_the_row_of_its_run(
 def test_what_drafts_gave_stands_below_the_row_of_its_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["run", *SMALL, "--rate", "0.05", "--policy", "throttle"]
+    arguments = ["run", *FEW, "--rate", "0.05", "--policy", "throttle"]
     assert main(arguments) == 0
     without = capsys.readouterr().out.splitlines()
     assert len(without) == 3
@@ -132,9 +133,9 @@ def test_tune_ends_with_flags_for_the_server(
     policy: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trace = tmp_path / "short.csv"
-    trace.write_text("input_tokens,output_tokens\n" + "900,5\n" * 12)
+    trace.write_text("input_tokens,output_tokens\n" + "900,3\n" * 8)
     arguments = ["tune", "--model", "Qwen2.5-14B", "--trace", str(trace), "--policy", policy]
-    arguments += ["--target-ttft-ms", "400", "--target-tpot-ms", "200"]
+    arguments += ["--target-ttft-ms", "300", "--target-tpot-ms", "200"]
     assert main(arguments) == 0
     last = capsys.readouterr().out.splitlines()[-1].split()
     assert last[::2] == ["--policy", *(FLAGS[name] for name in POLICY_TABLE[policy].searched)]

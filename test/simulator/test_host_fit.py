@@ -50,7 +50,7 @@ def _steps(host: HostCosts, rate_per_s: float) -> tuple[StepRecord, ...]:
     noise = tuple((random.uniform(0.8, 1.2), random.uniform(0.8, 1.2)) for _ in range(97))
     costs = FittedCosts((stage(4.0), stage(4.0)), noise, LINK, host, (0.0, 0.0))
     scheduler = new_scheduler(SchedulingArgs(), num_pages=8000, num_stages=2, context_length=16_000)
-    workload = poisson_arrivals(load_trace("sharegpt", 150), rate_per_s, Random(0))
+    workload = poisson_arrivals(load_trace("sharegpt", 70), rate_per_s, Random(0))
     return tuple(step.record for step in VirtualPipeline(scheduler, costs).run(workload).steps)
 
 

@@ -95,18 +95,16 @@ def test_costs_from_tables_and_costs_learned_lead_to_equally_good_splits(
     bottleneck's time: both learn from the same steps."""
     even = even_layer_counts(48, 4)
     still = [
-        summary_of(
-            replace(CARDS, layer_counts=even_split_less(48, 4, less)), trace, 200, rate_per_s
-        )
+        summary_of(replace(CARDS, layer_counts=even_split_less(48, 4, less)), trace, 90, rate_per_s)
         for less in range(5)
     ]
     best_ms = min(one.e2e_ms.mean for one in still)
     for costs in ("tables", "online"):
         moving = replace(CARDS, migration=Migration(args=AUTO), forecast=costs)
-        simulation = serve(moving, trace, 200, rate_per_s)
+        simulation = serve(moving, trace, 90, rate_per_s)
         assert simulation.moves, costs
         last = simulation.moves[-1].after
         assert last[-1] < even[-1]
-        settled = summary_of(replace(CARDS, layer_counts=last), trace, 200, rate_per_s)
+        settled = summary_of(replace(CARDS, layer_counts=last), trace, 90, rate_per_s)
         assert settled.e2e_ms.mean <= 1.01 * best_ms, costs
     assert best_ms < 0.95 * still[0].e2e_ms.mean

@@ -49,7 +49,7 @@ def tokens_per_s_of_all_splits() -> dict[tuple[int, ...], float]:
     """What each split serves of a steady load, without a planner."""
     return {
         split: summarize(
-            VirtualPipeline(scheduler(3), PipelineCosts(PARTS, split)).run(steady_load(9, 4))
+            VirtualPipeline(scheduler(3), PipelineCosts(PARTS, split)).run(steady_load(9, 2))
         ).output_tokens_per_s
         for split in all_splits(12, 3)
     }
@@ -64,7 +64,7 @@ def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
     best = max(tokens_per_s.values())
     migration = Migration(args=AUTO, planner=EAGER)
     simulation = run_planned(
-        PipelineCosts(PARTS, start), steady_load(9, 40), migration, knows_costs=knows_costs
+        PipelineCosts(PARTS, start), steady_load(9, 25), migration, knows_costs=knows_costs
     )
     last = simulation.moves[-1]
     assert last.outcome is MoveOutcome.DONE
@@ -75,7 +75,7 @@ def test_on_a_steady_load_the_planner_ends_with_the_best_of_all_splits(
 def test_layers_leave_a_stage_that_has_become_slow() -> None:
     costs = PipelineCosts(TokenSeconds(step=0.01), (4, 4, 4))
     slow = [Slowdown(stage=1, from_s=20.0, factor=2.0)]
-    load = steady_load(9, 60)
+    load = steady_load(9, 35)
     moving = run_planned(costs, load, Migration(args=AUTO, planner=EAGER), slow)
     still = VirtualPipeline(scheduler(3), costs, slowdowns=slow).run(load)
     assert moving.moves[0].began_s > 20.0
@@ -87,7 +87,7 @@ def test_layers_leave_a_stage_that_has_become_slow() -> None:
 def test_a_stage_that_recovers_gets_its_layers_back() -> None:
     costs = PipelineCosts(TokenSeconds(step=0.01), (4, 4, 4))
     slow = [Slowdown(stage=0, from_s=20.0, factor=2.0, until_s=60.0)]
-    moving = run_planned(costs, steady_load(9, 80), Migration(args=AUTO, planner=EAGER), slow)
+    moving = run_planned(costs, steady_load(9, 45), Migration(args=AUTO, planner=EAGER), slow)
     assert (2, 5, 5) in [move.after for move in moving.moves]
     assert moving.moves[-1].after == (4, 4, 4)
 

@@ -36,9 +36,10 @@ TIMES = st.builds(
 
 
 @st.composite
-def throttles(draw: st.DrawFn) -> ThrottleArgs:
-    """Any policy with any of its arguments."""
-    policy = draw(st.sampled_from(list(POLICY_TABLE)))
+def throttles(draw: st.DrawFn, reading: str = "max_prefill_tokens") -> ThrottleArgs:
+    """Any policy that reads this knob, with any of its arguments."""
+    readers = [name for name, entry in POLICY_TABLE.items() if reading in entry.knobs]
+    policy = draw(st.sampled_from(readers))
     targets_ms = st.none() | st.floats(0.1, 1e5)
     has_targets = POLICY_TABLE[policy].has_targets
     most = draw(st.none() | st.integers(1, 10_000))
@@ -142,13 +143,14 @@ def test_prefill_pauses_below_the_threshold_of_policies_that_read_it(
 
 
 @with_each_policy
-@given(args=throttles(), load=loads(step_times=None))
+@given(
+    args=throttles(reading="prefill_spread_steps"),
+    load=loads(step_times=None, prompts=2),
+)
 def test_prefill_of_policies_that_spread_is_an_equal_share_of_the_waiting_tokens(
     args: ThrottleArgs, load: PipelineLoad
 ) -> None:
     """gLLM's eq. 3; `throttle-adaptive` does not spread a single prompt."""
-    assume("prefill_spread_steps" in POLICY_TABLE[args.policy].searched)
-    assume(load.prompts > 1)
     share = math.ceil(load.waiting_tokens / args.prefill_spread_steps)
     assert make_policy(args)(load).prefill_tokens <= max(share, args.min_prefill_tokens)
 

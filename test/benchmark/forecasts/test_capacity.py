@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from benchmark.forecasts.capacity_tables import capacity_table, trial_table
 from benchmark.support.engine import Engine
 from benchmark.support.recorded_run import write_steps
 from sgl_pipeline.args import SchedulingArgs, ThrottleArgs
+from sgl_pipeline.capacity import predicted
 from sgl_pipeline.capacity.curve import Estimate
 from sgl_pipeline.capacity.load import CapacityLoad, LengthRange
 from sgl_pipeline.capacity.predicted import Predicted
@@ -28,6 +30,7 @@ from sgl_pipeline.capacity.result import rate_rows
 from sgl_pipeline.goodput import LatencyTarget, RequestLatency
 from sgl_pipeline.records.trace import StepRecord
 from sgl_pipeline.simulator.experiment import Cluster, MeasuredPipeline, simulate
+from sgl_pipeline.simulator.simulation import Simulation
 
 TARGET = LatencyTarget(ttft_ms=400.0, tpot_ms=60.0)
 TRIAL = RateTrial(
@@ -99,7 +102,8 @@ SLOWNESS = 1.15
 
 
 class VirtualServer:
-    """The recorded pipeline itself, SLOWNESS times as slow, in the place of a server."""
+    """The recorded pipeline itself, SLOWNESS times as slow, in the place of a server; `steps` are
+    those of the loads that it served."""
 
     pipeline: MeasuredPipeline
     steps: list[StepRecord]
@@ -114,11 +118,14 @@ class VirtualServer:
         self.alone = self._predicted.alone
 
     def serve(self, rate_per_s: float, number: int) -> Round:
-        one = self._predicted
-        requests = one.load.requests(rate_per_s, number)
-        found = simulate(one.pipeline, one.throttle, one.scheduling, requests)
-        self.steps += [step.record for step in found.steps]
-        return one.serve(rate_per_s, number)
+        def recorded(*args: Any) -> Simulation:
+            found = simulate(*args)
+            self.steps += [step.record for step in found.steps]
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(predicted, "simulate", recorded)
+            return self._predicted.serve(rate_per_s, number)
 
 
 def test_a_server_that_is_the_simulator_has_the_capacity_predicted_at_its_pace(

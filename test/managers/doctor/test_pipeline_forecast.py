@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.doctor_hosts import facts_of
+from support.forked_workers import forked_workers  # noqa: F401 - a fixture
 from support.saved_costs import costs_of
 from support.tiny_models import tiny_model
 
@@ -19,6 +20,7 @@ MANY_SLOTS = 2**20
 
 
 @pytest.mark.multiproc
+@pytest.mark.usefixtures("forked_workers")
 def test_states_have_to_fit_beside_the_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

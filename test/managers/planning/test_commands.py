@@ -12,12 +12,14 @@ from support.tiny_models import NUM_LAYERS, tiny_model
 from sgl_pipeline.args import StageArgs
 from sgl_pipeline.costs.stage_costs import PartSample
 from sgl_pipeline.errors import ConfigurationError
+from sgl_pipeline.managers.command_line import model_choice
 from sgl_pipeline.managers.doctor.command import make_parser as doctor_parser
 from sgl_pipeline.managers.planning import cost_files, fit_command, plan_command
 from sgl_pipeline.managers.planning.cost_files import find_costs, model_name, save_costs
 from sgl_pipeline.managers.planning.fit_command import least, random_steps
 from sgl_pipeline.managers.planning.measuring import measuring_worker
 from sgl_pipeline.managers.planning.stage_flags import stage_words
+from sgl_pipeline.pp_runner.model.generic.probe import probe
 from sgl_pipeline.pp_runner.model.model_spec import DecoderSpec, ModelSpec, read_model_spec
 from sgl_pipeline.pp_runner.model.rope_spec import YarnScaling
 from sgl_pipeline.step_work import StepWork
@@ -55,8 +57,10 @@ def test_a_fit_is_found_by_the_servers_that_it_holds_for(
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("forked_workers")
 def test_a_plan_for_layers_that_transformers_computes(
-    own_directory: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Probed in this process: that a child does it is `test/server/test_model_impl.py`'s."""
+    monkeypatch.setattr(model_choice, "_run_probes", lambda *words: probe(*words).to_json())
     flags = ["--model", str(tiny_model("qwen3")), "--dtype", "float32", "--pp", "2"]
     assert plan_command.main([*flags, "--model-impl", "transformers"]) == 0
     output = capsys.readouterr().out
