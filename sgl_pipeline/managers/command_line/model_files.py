@@ -75,7 +75,7 @@ def find_model(
 
 def require_model(model: str | None, load_format: str = "auto") -> None:
     """Raises ConfigurationError where `model` is neither a path that exists nor, in a format that
-    the hub has, the id of a model there. Asks nobody, and imports little."""
+    the hub has, the id of a model there. Imports little; the hub is not asked."""
     if model is None or Path(model).expanduser().exists():
         return
     if load_format == "gguf":
