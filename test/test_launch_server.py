@@ -24,9 +24,10 @@ def test_an_unsupported_python_is_refused_with_one_line(
 
 
 def test_only_a_server_that_listens_says_that_it_is_ready(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Of two that were started at once, the other one answers the loser's warm-up.
+    monkeypatch.setattr(launch_server, "_LISTEN_S", 0.1)
     pipeline: Any = SimpleNamespace(ui="off", stages=SimpleNamespace(num_stages=2))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -77,10 +78,12 @@ def test_the_module_that_children_run_again_imports_neither_torch_nor_sglang() -
 def test_a_start_up_error_is_one_line_and_leaves_nothing_behind(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """By the package; `test_commands.py` has what it runs."""
+    """By the package; `test_commands.py` has what it runs. A model that is not there is named
+    before SGLang is imported, which takes seconds."""
     directory = tmp_path_factory.mktemp("t")
+    command = [sys.executable, "-X", "importtime", "-m", "sgl_pipeline"]
     result = subprocess.run(
-        [sys.executable, "-m", "sgl_pipeline", "--model-path", "/no/such/model"],
+        [*command, "--model-path", "/no/such/model"],
         cwd=ROOT,
         env=dict(os.environ, TMPDIR=str(directory)),
         capture_output=True,
@@ -89,7 +92,12 @@ def test_a_start_up_error_is_one_line_and_leaves_nothing_behind(
     )
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith(
-        "sgl_pipeline: error: --model-path /no/such/model does not exist"
-    )
+    said, imported = list[str](), set[str]()
+    for line in result.stderr.splitlines():
+        if line.startswith("import time:"):
+            imported.add(line.rpartition("|")[2].strip())
+        else:
+            said.append(line)
+    assert said[-1].startswith("sgl_pipeline: error: --model-path /no/such/model does not exist")
+    assert "sgl_pipeline.launch_server" in imported and "sglang" not in imported
     assert list(directory.iterdir()) == []

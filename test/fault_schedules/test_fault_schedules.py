@@ -434,7 +434,7 @@ def test_the_command_prints_a_seed_that_fails(
     assert main(["--first", "3", "--seeds", "2", "--processes", "1"]) == 0
     assert "2 seeds in" in capsys.readouterr().out
     drawn_tokens_go_to_other_chunks(monkeypatch)
-    assert main(["--seeds", "30", "--processes", "1"]) == 1
+    assert main(["--seeds", "8", "--processes", "1"]) == 1
     printed = capsys.readouterr().out
     assert "seed " in printed and "Traceback" in printed and "seeds failed [" in printed
 

@@ -146,11 +146,8 @@ class RoomStage(StoredStage):
         pages, first_own = self.leases[lease]
         tokens, end = tuple(chunk.request.tokens), chunk.start + chunk.length
         assert first_own * PAGE_SIZE <= chunk.start and end <= len(pages) * PAGE_SIZE
-        for position in range(chunk.start):
-            assert self._slot(layer, pages, position) == tokens[: position + 1], (layer, position)
-        for position in range(chunk.start, end):
-            page = self._slots[layer][pages[position // PAGE_SIZE]]
-            page[position % PAGE_SIZE] = tokens[: position + 1]
+        right = [tokens[: position + 1] for position in range(end)]
+        self._extend(layer, pages, chunk.start, right)
         return True
 
     def page_of(self, offer: int, page_hash: bytes, layer: int) -> Any:

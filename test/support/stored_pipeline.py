@@ -76,6 +76,14 @@ def checksum(slots: Slots) -> int:
     return zlib.crc32(repr(slots).encode())
 
 
+def _write(
+    slots: list[Slots], pages: Sequence[int], start: int, right: list[tuple[int, ...]]
+) -> None:
+    """Makes the positions from `start` on of a request, whose pages are `pages`, `right`."""
+    for position in range(start, len(right)):
+        slots[pages[position // PAGE_SIZE]][position % PAGE_SIZE] = right[position]
+
+
 class StoredStage:
     """One stage: what it was sent, in order; its transfers run when the test says so."""
 
@@ -138,17 +146,12 @@ class StoredStage:
                 if chunk.samples:
                     drawn.append(0 if is_lost else next_token(tokens[:end]))
                 continue
-            self.written.append((list(chunk.request.pages), chunk.start, end))
+            pages = chunk.request.pages
+            self.written.append((list(pages), chunk.start, end))
+            right = [tokens[: position + 1] for position in range(end)]
             for layer in self.layers:
-                for position in range(chunk.start):
-                    seen = self._slot(layer, chunk.request.pages, position)
-                    assert seen == tokens[: position + 1], (self.stage, layer, position)
-                for position in range(chunk.start, end):
-                    page = self._slots[layer][chunk.request.pages[position // PAGE_SIZE]]
-                    page[position % PAGE_SIZE] = tokens[: position + 1]
-            for position in range(chunk.start, end):
-                rows = self._rows[chunk.request.pages[position // PAGE_SIZE]]
-                rows[position % PAGE_SIZE] = tokens[: position + 1]
+                self._extend(layer, pages, chunk.start, right)
+            _write(self._rows, pages, chunk.start, right)
             if chunk.samples:
                 known_end = end - len(chunk.draft_ids)
                 drawn += [next_token(tokens[:one]) for one in range(known_end, end + 1)]
@@ -186,8 +189,15 @@ class StoredStage:
         """The rows of `page` that it sent again in a step."""
         return self._sent[step_id][page]
 
-    def _slot(self, layer: int, pages: Sequence[int], position: int) -> tuple[int, ...] | None:
-        return self._slots[layer][pages[position // PAGE_SIZE]][position % PAGE_SIZE]
+    def _extend(
+        self, layer: int, pages: Sequence[int], start: int, right: list[tuple[int, ...]]
+    ) -> None:
+        """Writes the positions from `start` on of a request, of which all have to be `right`, and
+        reads those before."""
+        slots = self._slots[layer]
+        seen = [slot for page in pages for slot in slots[page]][:start]
+        assert seen == right[:start], (self.stage, layer)
+        _write(slots, pages, start, right)
 
     def end_transfer(self, index: int, *, can_write: bool = True) -> StoreReport:
         """Carries out one transfer, whole, and reports it."""

@@ -59,26 +59,34 @@ def find_model(
                 f"the demo model is missing from {DEMO_MODEL}; name a model with --model-path"
             )
         return str(DEMO_MODEL)
+    require_model(model, load_format)
     path = Path(model).expanduser() if model is not None else DEMO_MODEL
     if path.exists() and (path.is_file() or weight_format(load_format, path) == "gguf"):
         return _directory_of_gguf(path, load_format)
     assert model is not None
-    if load_format == "gguf":
-        raise ConfigurationError(
-            f"--load-format gguf: --model-path {model} does not exist; name a GGUF file"
-        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigurationError(
                 f"--model-path {model} has no config.json: not a model in Hugging Face format"
             )
         return str(path.resolve())
+    return _fetch(model, revision, cache_dir, may_fetch)
+
+
+def require_model(model: str | None, load_format: str = "auto") -> None:
+    """Raises ConfigurationError where `model` is neither a path that exists nor, in a format that
+    the hub has, the id of a model there. Imports little; the hub is not asked."""
+    if model is None or Path(model).expanduser().exists():
+        return
+    if load_format == "gguf":
+        raise ConfigurationError(
+            f"--load-format gguf: --model-path {model} does not exist; name a GGUF file"
+        )
     if not _is_hub_id(model):
         raise ConfigurationError(
             f"--model-path {model} does not exist; give a directory, a GGUF file, or a "
             "hub id like Qwen/Qwen3-0.6B"
         )
-    return _fetch(model, revision, cache_dir, may_fetch)
 
 
 def _directory_of_gguf(path: Path, load_format: str) -> str:

@@ -1,6 +1,8 @@
 import argparse
 import os
 import socket
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from sgl_pipeline.args import (
 )
 from sgl_pipeline.args.store_config import StoreConfig
 from sgl_pipeline.errors import ConfigurationError
-from sgl_pipeline.managers.command_line import pipeline_args
+from sgl_pipeline.managers.command_line import pipeline_args, server_args
 from sgl_pipeline.managers.command_line.model_choice import ChosenModel
 from sgl_pipeline.managers.command_line.pipeline_args import _device
 from sgl_pipeline.managers.command_line.server_args import (
@@ -50,6 +52,14 @@ from sgl_pipeline.throttle import POLICY_TABLE
 YARN_OVERRIDE = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}'
 YARN_OVERRIDE_OF_TEXT = f'{{"text_config": {YARN_OVERRIDE}}}'
 LINEAR_OVERRIDE = '{"rope_scaling": {"rope_type": "linear", "factor": 2.0}}'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_parser() -> Iterator[None]:
+    """To read a command line changes no parser, and to make one takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_args, "make_parser", cache(server_args.make_parser))
+        yield
 
 
 @pytest.fixture(scope="module")
