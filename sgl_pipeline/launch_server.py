@@ -114,13 +114,13 @@ def _serve(
     from sgl_pipeline.managers.command_line.model_files import require_model
 
     set_environment(run_directory.path)
-    if early is not None and early.cluster.num_hosts > 1:
-        _start_head(early, run_directory, stages, head)
     if early is not None:
-        forks = early.device == "cpu"
-        num_hosts = early.cluster.num_hosts
-        stages.start_unchecked(early.num_stages, num_hosts, early.cpu_threads, forks=forks)
         require_model(early.model, early.load_format)  # before the seconds that SGLang takes
+        num_hosts = early.cluster.num_hosts
+        if num_hosts > 1:
+            _start_head(early, run_directory, stages, head)
+        forks = early.device == "cpu"
+        stages.start_unchecked(early.num_stages, num_hosts, early.cpu_threads, forks=forks)
     gc.disable()  # SGLang's imports make millions of objects, and hardly any garbage
     quiet_start.begin()
     prepare_imports()

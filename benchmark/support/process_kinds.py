@@ -1,4 +1,4 @@
-"""What each process of a server is."""
+"""The kinds of processes that a server has."""
 
 from collections.abc import Sequence
 
