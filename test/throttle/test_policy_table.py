@@ -35,14 +35,22 @@ TIMES = st.builds(
 )
 
 
+MAYBE_TIMES = st.none() | TIMES
+MOST_TOKENS = st.none() | st.integers(1, 10_000)
+WEIGHTS = st.sampled_from([0.0, 1.0]) | st.floats(0.0, 1e3)
+TARGETS_MS = st.none() | st.floats(0.1, 1e5)
+WAITING_TOKENS = st.sampled_from([0, 1, 10**7]) | st.integers(0, 5000)
+DECODES = st.integers(0, 3) | st.integers(0, 600)
+FREE_PAGES = st.sampled_from([0, 20, TOTAL_PAGES]) | st.integers(0, TOTAL_PAGES)
+
+
 @st.composite
 def throttles(draw: st.DrawFn, reading: str = "max_prefill_tokens") -> ThrottleArgs:
     """Any policy that reads this knob, with any of its arguments."""
     readers = [name for name, entry in POLICY_TABLE.items() if reading in entry.knobs]
     policy = draw(st.sampled_from(readers))
-    targets_ms = st.none() | st.floats(0.1, 1e5)
     has_targets = POLICY_TABLE[policy].has_targets
-    most = draw(st.none() | st.integers(1, 10_000))
+    most = draw(MOST_TOKENS)
     limit = most or POLICY_TABLE[policy].prefill_limit
     return ThrottleArgs(
         policy=policy,
@@ -51,18 +59,17 @@ def throttles(draw: st.DrawFn, reading: str = "max_prefill_tokens") -> ThrottleA
         min_prefill_tokens=draw(st.integers(1, min(limit, 64))),
         pause_free_share=draw(st.sampled_from([0.0, 0.05, 0.5])),
         dynamic_chunking=draw(st.booleans()),
-        ttft_weight=draw(st.sampled_from([0.0, 1.0]) | st.floats(0.0, 1e3)),
-        target_tpot_ms=draw(targets_ms) if has_targets else None,
-        target_ttft_ms=draw(targets_ms) if has_targets else None,
+        ttft_weight=draw(WEIGHTS),
+        target_tpot_ms=draw(TARGETS_MS) if has_targets else None,
+        target_ttft_ms=draw(TARGETS_MS) if has_targets else None,
     )
 
 
 @st.composite
 def loads(draw: st.DrawFn, **fixed: Any) -> PipelineLoad:
     """Any load whose numbers go together, no free page and no waiting token among them."""
-    waiting = draw(st.sampled_from([0, 1, 10**7]) | st.integers(0, 5000))
-    counts = st.integers(0, 3) | st.integers(0, 600)
-    ready, flying = draw(counts), draw(counts)
+    waiting = draw(WAITING_TOKENS)
+    ready, flying = draw(DECODES), draw(DECODES)
     context = draw(st.integers(1, 3000))
     step = StepWork(50, 10, 10 * context, 40 * context, 10)
     steps_in_flight = draw(st.integers(0, 9))
@@ -73,13 +80,13 @@ def loads(draw: st.DrawFn, **fixed: Any) -> PipelineLoad:
         "prompts": draw(st.integers(1, 3)) if waiting else 0,
         "running_decodes": ready + flying,
         "ready_decodes": ready,
-        "free_pages": draw(st.sampled_from([0, 20, TOTAL_PAGES]) | st.integers(0, TOTAL_PAGES)),
+        "free_pages": draw(FREE_PAGES),
         "reserved_pages": draw(st.integers(0, 3 * TOTAL_PAGES)),
         "total_pages": TOTAL_PAGES,
         "steps_in_flight": steps_in_flight,
         "waiting_attended_tokens": waiting * context,
         "decode_attended_tokens": (ready + flying) * context,
-        "step_times": draw(st.none() | TIMES),
+        "step_times": draw(MAYBE_TIMES),
         "work_in_flight": (step,) * steps_in_flight,
         "newest_wait_ms": draw(st.floats(0, 1e5)) if waiting else 0.0,
         "first_prompt_tokens": draw(st.integers(0, waiting)),
