@@ -115,7 +115,8 @@ def _serve(
 
     set_environment(run_directory.path)
     if early is not None:
-        require_model(early.model, early.load_format)  # before the seconds that SGLang takes
+        if not {"-h", "--help"} & {*argv}:
+            require_model(early.model, early.load_format)  # before the seconds that SGLang takes
         num_hosts = early.cluster.num_hosts
         if num_hosts > 1:
             _start_head(early, run_directory, stages, head)

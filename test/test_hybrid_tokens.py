@@ -16,7 +16,7 @@ from support.hybrid_stages import HandledRequest, HybridStages
 from support.local_pipeline import LocalPipeline
 from support.pipelines import make_request
 from support.quantized_models import FORMATS, quantized_model
-from support.tiny_models import HYBRID_MODELS, VOCAB_SIZE, tiny_model
+from support.tiny_models import GROUPED_HYBRIDS, HYBRID_MODELS, VOCAB_SIZE, tiny_model
 
 from sgl_pipeline.args import SchedulingArgs
 from sgl_pipeline.errors import CheckpointError, ProtocolError
@@ -191,9 +191,9 @@ def test_slots_of_snapshots_that_a_step_cannot_have_are_refused() -> None:
 @pytest.mark.parametrize(
     ("format_name", "name"),
     [
-        # What the third one has, dense layers and attention, is in test_quantized_models.py and in
+        # What the last one has, dense layers and attention, is in test_quantized_models.py and in
         # the first one: two ways to store numbers.
-        *product(FORMATS, ("qwen3.5-moe-grouped", "qwen3-next-grouped")),
+        *product(FORMATS, [name for name in GROUPED_HYBRIDS if name != "qwen3.5-grouped"]),
         *product(("int-quantized", "gptq v2, ordered"), ("qwen3.5-grouped",)),
     ],
 )

@@ -268,7 +268,8 @@ def test_layers_move_on_the_decode_server_while_its_requests_are_elsewhere(pair:
 # What goes wrong
 
 
-@pytest.mark.parametrize(("way", "stage"), [("dies", 1), ("hangs", 0)])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("way", ["dies", "hangs"])
 def test_an_executor_that_is_gone_in_the_middle_of_a_step_costs_its_leases_only(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, stage: int, way: str
 ) -> None:

@@ -135,6 +135,7 @@ FAMILIES = [
             for number, name in enumerate(FAMILIES)
         ),
         ("qwen2-tied", 1, "torch"),
+        pytest.param("qwen2-tied", 1, "compiled", marks=pytest.mark.compiler),
     ],
 )
 def test_of_every_model_family(name, num_stages, kernels):
@@ -171,7 +172,7 @@ def test_however_waiting_tokens_and_pages_are_counted(accounting, duplicate_pref
     assert_greedy("qwen3", requests)
 
 
-# Each page size and each kind of kernels meets hits and none, and the other two.
+# Any two of page size, cache and kernels meet in all ways.
 @pytest.mark.parametrize(
     ("page_size", "radix_cache", "kernels"),
     [

@@ -62,4 +62,6 @@ def _growth(samples: Sequence[tuple[float, float]]) -> Growth:
 def _name(process: psutil.Process, server: psutil.Process) -> str:
     if process.pid == server.pid:
         return "main"
-    return process_kind(process.cmdline(), process.pid)
+    kind = process_kind(process.cmdline(), process.pid)
+    is_alone = kind.startswith("stage ") or kind in ("scheduler", "detokenizer")
+    return kind if is_alone else f"{kind} ({process.pid})"

@@ -251,7 +251,8 @@ class Cluster:
         )
 
     def step_forecast(self, costs: PipelineCosts) -> StepForecast:
-        """Predicts the steps of stages with these costs, by what `forecast` says."""
+        """Predicts the steps of stages with these costs, by what `forecast` says. Tables are those
+        of the cluster: the steps that costs are fitted to compute all attention here."""
         predictor = None
         if self.forecast == "tables":
             fitted = _fitted_to_tables(

@@ -174,7 +174,8 @@ def save_until_killed(path: Path, num_calls: int) -> None:
         def made(*args, **kwargs):  # type: ignore[no-untyped-def]
             if next(left, None) is None:
                 if call is os_writev:
-                    write(args[0], bytes(args[1][0])[: len(args[1][0]) // 2])
+                    content = b"".join(args[1])
+                    write(args[0], content[: len(content) // 2])
                 os._exit(KILLED)
             return call(*args, **kwargs)
 

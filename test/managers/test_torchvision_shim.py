@@ -30,7 +30,7 @@ for line in sys.stdin:
         os._exit(0)
     _, status = os.wait()
     if status:
-        print("failed", status)
+        print("failed", status, flush=True)
 """
 
 

@@ -143,9 +143,9 @@ def test_steps_beyond_all_that_were_measured_are_marked(
     assert isinstance(limit, int) and limit > 2 * largest
     assert proposal.is_extrapolated
     large = [msgspec.structs.replace(one, prefill_tokens=limit) for one in work.steps[:2]]
-    wide = msgspec.structs.replace(
-        work, steps=[*work.steps, *large], requests=work.requests[:A_FEW]
-    )
+    proposed = msgspec.structs.replace(work, knobs=work.knobs | proposal.knobs)
+    wide = msgspec.structs.replace(proposed, steps=[*work.steps, *large])
+    assert propose(task_of(proposed, timeout_s=0.0)).is_extrapolated
     assert not propose(task_of(wide, timeout_s=0.0)).is_extrapolated
 
 

@@ -150,14 +150,12 @@ def test_prefill_pauses_below_the_threshold_of_policies_that_read_it(
 
 
 @with_each_policy
-@given(
-    args=throttles(reading="prefill_spread_steps"),
-    load=loads(step_times=None, prompts=2),
-)
+@given(args=throttles(reading="prefill_spread_steps"), load=loads(step_times=None))
 def test_prefill_of_policies_that_spread_is_an_equal_share_of_the_waiting_tokens(
     args: ThrottleArgs, load: PipelineLoad
 ) -> None:
     """gLLM's eq. 3; `throttle-adaptive` does not spread a single prompt."""
+    assume(load.prompts > 1)
     share = math.ceil(load.waiting_tokens / args.prefill_spread_steps)
     assert make_policy(args)(load).prefill_tokens <= max(share, args.min_prefill_tokens)
 

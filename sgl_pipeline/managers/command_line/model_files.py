@@ -74,9 +74,12 @@ def find_model(
 
 
 def require_model(model: str | None, load_format: str = "auto") -> None:
-    """Raises ConfigurationError where `model` is neither a path that exists nor, in a format that
-    the hub has, the id of a model there. Imports little; the hub is not asked."""
-    if model is None or Path(model).expanduser().exists():
+    """Raises ConfigurationError where `model` is neither a file or directory nor, in a format
+    that the hub has, the id of a model there. Imports little; the hub is not asked."""
+    if model is None:
+        return
+    path = Path(model).expanduser()
+    if path.is_file() or path.is_dir():
         return
     if load_format == "gguf":
         raise ConfigurationError(

@@ -17,7 +17,9 @@ def test_a_directory_is_served_from_where_it_lies(tmp_path: Path) -> None:
     assert find_model(str(write_front_model(tmp_path)), None, None) == str(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["/no/such/path", "./missing", "a b c", "~/nowhere/at/all"])
+@pytest.mark.parametrize(
+    "name", ["/no/such/path", "./missing", "a b c", "~/nowhere/at/all", "/dev/null"]
+)
 def test_a_path_that_does_not_exist_is_named(name: str) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
         find_model(name, None, None)

@@ -162,10 +162,8 @@ def test_a_grammar_that_is_slow_to_match_is_refused_before_it_runs() -> None:
     assert isinstance(plain, CompiledJob)
 
 
-def test_a_dead_compiler_process_fails_what_it_had_and_another_one_takes_over(
-    patient_compiler: Waiter,
-) -> None:
-    waiter = patient_compiler
+def test_a_dead_compiler_process_fails_what_it_had_and_another_one_takes_over() -> None:
+    waiter = Waiter(ENOUGH_SECONDS, MAX_MEMORY_MIB)
     lost = waiter.client.compile("json", EXPLODING)
     waiter.process().kill()
     failure = waiter.answer(lost)
