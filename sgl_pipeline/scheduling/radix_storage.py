@@ -176,11 +176,10 @@ class RadixStorage:
 
     def cached_nodes(self) -> Iterator[RadixNode]:
         """All nodes that have pages, parents first."""
-        nodes = self._cached_children(self._tree.root)
+        nodes = list(self._cached_children(self._tree.root))
         while nodes:
             node = nodes.pop()
-            if node.children:
-                nodes += self._cached_children(node)
+            nodes += self._cached_children(node)
             yield node
 
     def next_evicted(self, num_nodes: int) -> list[RadixNode]:
@@ -194,7 +193,7 @@ class RadixStorage:
         Returns the page ids.
         """
         doomed: list[RadixNode] = []
-        whole = self._cached_children(self._tree.root)
+        whole = list(self._cached_children(self._tree.root))
         while whole:
             node = whole.pop()
             assert node.run is not None
@@ -214,8 +213,8 @@ class RadixStorage:
         return dropped
 
     @staticmethod
-    def _cached_children(node: RadixNode) -> list[RadixNode]:
-        return [child for child in node.children.values() if child.run is not None]
+    def _cached_children(node: RadixNode) -> Iterator[RadixNode]:
+        return (child for child in node.children.values() if child.is_cached)
 
     def _fill(self, node: RadixNode, pages: list[int]) -> None:
         """Gives `node`, whose parent is cached, its pages."""
